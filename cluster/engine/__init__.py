@@ -1,0 +1,1 @@
+"""A continuous-batching engine over a paged KV cache: plan, run, commit."""

@@ -1,0 +1,1 @@
+"""Who runs next: one file per order, one per batching mode."""

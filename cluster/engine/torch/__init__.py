@@ -1,0 +1,1 @@
+"""The embedded backend: transformers models over our paged attention, on torch."""

@@ -1,0 +1,43 @@
+"""Every metric name and label of Forebay, once.
+
+Label values are bounded: priority classes come from config, outcomes from `types.Outcome`, replicas from the roster.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+LATENCY_BUCKETS_SECONDS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+REQUESTS = Metric("forebay_requests", "Requests that ended, by class and outcome.", ("priority_class", "outcome"))
+TTFT = Metric("forebay_ttft_seconds", "From arrival to the first token sent to the client.", ("priority_class",))
+TPOT = Metric("forebay_tpot_seconds", "(end - first token) / (tokens - 1) of finished requests.", ("priority_class",))
+E2E = Metric("forebay_e2e_seconds", "From arrival to the end of finished requests.", ("priority_class",))
+QUEUE_WAIT = Metric("forebay_queue_wait_seconds", "From arrival to the first dispatch.", ("priority_class",))
+TOKENS_OUT = Metric("forebay_output_tokens", "Output tokens received from replicas.", ("priority_class",))
+TOKENS_IN = Metric("forebay_prompt_tokens", "Prompt tokens of accepted requests.", ("priority_class",))
+QUEUED = Metric("forebay_queued_requests", "Requests in the router's queue.", ("priority_class",))
+QUEUED_BYTES = Metric("forebay_queued_bytes", "Bytes in the router's queue.", ("priority_class",))
+IN_FLIGHT = Metric("forebay_in_flight_requests", "Requests dispatched to replicas and not ended.", ("priority_class",))
+PREEMPTIONS = Metric("forebay_preemptions", "Requests taken out of a running batch.", ("priority_class", "cause"))
+CONTINUED = Metric("forebay_continued", "Requests continued on another replica, by why.", ("reason",))
+FENCED = Metric("forebay_fenced_deltas", "Deltas dropped: of an old attempt, or repeats.", ("kind",))
+GAPS = Metric("forebay_delta_gaps", "Gaps in a stream that were asked for again.")
+REFUSALS = Metric("forebay_replica_refusals", "Attempts that a replica refused.", ("reason",))
+REPLICAS_READY = Metric("forebay_replicas_ready", "Replicas that new work can be sent to.")
+REPLICA_SLOTS = Metric("forebay_replica_slots", "Running-request slots of a replica.", ("replica",))
+REPLICA_RUNNING = Metric("forebay_replica_running_requests", "Running requests of a replica.", ("replica",))
+REPLICA_WAITING = Metric(
+    "forebay_replica_waiting_requests", "Requests held and not running on a replica.", ("replica",)
+)
+REPLICA_BLOCKS = Metric("forebay_replica_kv_blocks", "KV blocks of a replica.", ("replica",))
+REPLICA_BLOCKS_FREE = Metric("forebay_replica_kv_blocks_free", "Free KV blocks of a replica.", ("replica",))

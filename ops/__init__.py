@@ -1,0 +1,1 @@
+"""What operators and engineers use: the command line, benchmarks, dashboards, the simulator."""
