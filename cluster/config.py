@@ -137,7 +137,7 @@ class TransportConfig(Config):
         0.1, description="A report leaves at least so often, from outside the engine's thread."
     )
     outbox_max_bytes: PositiveInt = Field(
-        8 * 2**20, description="Unsent tokens held per router; beyond it that router's most backlogged streams end."
+        4 * 2**20, description="Unsent tokens held per router; beyond it that router's most backlogged streams end."
     )
     orphan_after_s: PositiveFloat = Field(
         5.0, description="Work of a router that does not come back is ended after this."
@@ -146,3 +146,23 @@ class TransportConfig(Config):
         2.0, description="A router tries so long to reconnect before it calls a replica lost."
     )
     backoff_max_s: PositiveFloat = Field(1.0, description="Longest pause between two tries to connect.")
+
+    @model_validator(mode="after")
+    def _outbox_fits_a_frame(self) -> TransportConfig:
+        if self.max_frame_bytes < 4 * self.outbox_max_bytes:
+            raise ValueError(
+                f"max_frame_bytes ({self.max_frame_bytes}) must be at least 4 x outbox_max_bytes "
+                f"({self.outbox_max_bytes}): all that waits may leave in one frame, at up to 4 bytes a character"
+            )
+        return self
+
+
+class HealthConfig(Config):
+    """When a replica calls itself unhealthy, so that it is replaced."""
+
+    step_age_limit_s: PositiveFloat = Field(
+        30.0, description="A step older than this will not end: the replica is replaced."
+    )
+    drain_timeout_s: PositiveFloat = Field(
+        600.0, description="Longest time that a stopping replica or router works on."
+    )

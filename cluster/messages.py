@@ -21,7 +21,7 @@ from cluster.types import (
     TokenDelta,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_NEWEST = 1
 PROTOCOL_OLDEST = 1
 """The oldest version that this code still speaks."""
 
@@ -54,7 +54,8 @@ class Hello(Message, frozen=True):
     model_hash: str
     """Model and tokenizer identity; empty where it does not matter (controller links)."""
     generation: Generation | None = None
-    controller_generation_seen: int = 0
+    controller_generation_seen: Generation | None = None
+    """The latest controller that the sender has met; a new controller takes a higher number."""
 
 
 class Welcome(Message, frozen=True):
@@ -109,17 +110,25 @@ class StepFrame(Message, frozen=True):
     preempted: tuple[Preempted, ...] = ()
 
 
+# --- the roster ---
+
+
+class RosterEntry(msgspec.Struct, frozen=True, array_like=True):
+    replica_id: ReplicaId
+    generation: Generation
+    host: str
+    port: int
+    model: str
+
+
 # --- replica or router -> controller ---
 
 
 class ReplicaHere(Message, frozen=True):
-    """A replica says where routers reach it; sent once after the welcome."""
+    """A replica says where routers reach it; sent on every new link, once it has its generation."""
 
-    replica_id: ReplicaId
-    host: str
-    port: int
+    entry: RosterEntry
     pid: int
-    model: str
 
 
 class ReplicaStatus(Message, frozen=True):
@@ -151,12 +160,10 @@ class StatusRequest(Message, frozen=True):
 # --- controller -> replica or router ---
 
 
-class RosterEntry(msgspec.Struct, frozen=True, array_like=True):
-    replica_id: ReplicaId
+class Granted(Message, frozen=True):
+    """The generation of a replica that said hello without one."""
+
     generation: Generation
-    host: str
-    port: int
-    model: str
 
 
 class Roster(Message, frozen=True):
@@ -183,5 +190,5 @@ class ClusterStatus(Message, frozen=True):
 ToReplica = Add | Abort | ResendFrom | Goodbye
 ToRouter = StepFrame
 ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest
-FromController = Roster | ClusterStatus
+FromController = Granted | Roster | ClusterStatus
 Handshake = Challenge | Hello | Welcome | Rejected

@@ -142,6 +142,8 @@ class EngineLoad(Value, frozen=True):
     running: tuple[PriorityLoad, ...] = ()
     waiting: tuple[PriorityLoad, ...] = ()
     """Accepted and not running: new, or preempted."""
+    adds_total: int = 0
+    """Requests that the engine took or refused so far: which of those sent to it `load` already counts."""
     steps_total: int = 0
     tokens_total: int = 0
     preemptions_total: int = 0
