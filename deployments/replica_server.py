@@ -1,0 +1,285 @@
+"""The replica's side of its routers: what they send goes to the engine, what the engine makes goes to them.
+
+Owns: one session per router (its outbox, its link, how long it has been away) and which router each attempt belongs to.
+Imports `cluster` and the transport; neither Ray nor an engine. Runs on one event loop; the engine's thread reaches it
+through `call_soon_threadsafe` alone, once a step.
+
+Invariants: every live attempt belongs to exactly one session; all of a step's tokens for one router leave in one frame;
+a router that is away or slow never delays a step, and its work ends `orphan_after_s` after it was last seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from cluster.config import TransportConfig
+from cluster.messages import Abort, Add, Goodbye, Hello, ResendFrom, StepFrame, ToReplica
+from cluster.ports import Clock, EnginePort, StepResult
+from cluster.types import (
+    EngineLoad,
+    Generation,
+    Preempted,
+    Refusal,
+    RefusalReason,
+    ReplicaId,
+    ReplicaReport,
+    ReplicaState,
+    RequestId,
+    RouterId,
+)
+from deployments.outbox import AttemptKey, Outbox
+from deployments.transport import Link
+
+LOG = logging.getLogger("forebay.replica")
+
+_PREEMPTED_KEPT = 4096
+"""Notices of preemption held for a router that does not read; they explain, nothing depends on them."""
+
+
+class RouterSession:
+    """One router's work on this replica; outlives its links by `orphan_after_s`."""
+
+    def __init__(self, router_id: RouterId, server: ReplicaServer, outbox: Outbox) -> None:
+        self.router_id = router_id
+        self.outbox = outbox
+        self.link: Link | None = None
+        self.applied_sequence = 0
+        self.latest_attempt: dict[RequestId, int] = {}
+        self.refusals: list[Refusal] = []
+        self.preempted: deque[Preempted] = deque(maxlen=_PREEMPTED_KEPT)
+        self.orphan_timer: asyncio.TimerHandle | None = None
+        self._server = server
+
+    def refuse(self, key: AttemptKey, reason: RefusalReason) -> None:
+        self.refusals.append(Refusal(*key, reason))
+
+    def handler(self, link: Link) -> _SessionLink:
+        return _SessionLink(self, link, self._server)
+
+
+class _SessionLink:
+    """LinkHandler of one link of a session; what arrives after the link was replaced is not heard."""
+
+    def __init__(self, session: RouterSession, link: Link, server: ReplicaServer) -> None:
+        self._session = session
+        self._link = link
+        self._server = server
+
+    def message(self, message: ToReplica) -> None:
+        if self._session.link is self._link:
+            self._server.message(self._session, message)
+
+    def writable(self) -> None:
+        if self._session.link is self._link:
+            self._server.flush(self._session)
+
+    def closed(self, reason: str) -> None:
+        if self._session.link is self._link:
+            self._server.link_closed(self._session, reason)
+
+
+class ReplicaServer:
+    """Sessions, attempts and reports of one replica."""
+
+    def __init__(
+        self,
+        engine: EnginePort,
+        replica_id: ReplicaId,
+        generation: Generation,
+        config: TransportConfig,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._replica_id = replica_id
+        self._generation = generation
+        self._config = config
+        self._clock = clock
+        self._state = ReplicaState.READY
+        self._sessions: dict[RouterId, RouterSession] = {}
+        self._owner: dict[AttemptKey, RouterSession] = {}
+        self._adds_sent = 0
+        self._adds_unapplied: deque[tuple[int, RouterSession, int]] = deque()
+        """(which add of the engine, session, its sequence) of those that no load has counted yet."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, on_engine_death: Callable[[str], None]) -> None:
+        """Start the engine. `on_engine_death` is called on the event loop."""
+        self._engine.start(
+            lambda result: self._post(self._apply, result),
+            lambda why: self._post(on_engine_death, why),
+        )
+
+    def _post(self, function: Callable[[Any], None], argument: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, argument)
+
+    # --- links ---
+
+    def accept(self, link: Link, hello: Hello) -> _SessionLink:
+        """A router has connected, for the first time or again."""
+        router_id = RouterId(hello.sender_id)
+        session = self._sessions.get(router_id)
+        if session is None:
+            session = RouterSession(router_id, self, Outbox(self._config.outbox_max_bytes))
+            self._sessions[router_id] = session
+        if session.orphan_timer is not None:
+            session.orphan_timer.cancel()
+            session.orphan_timer = None
+        old, session.link = session.link, link
+        if old is not None:
+            old.abort("replaced by a newer link of the same router")
+        self._loop.call_soon(self.flush, session)
+        return session.handler(link)
+
+    def link_closed(self, session: RouterSession, reason: str) -> None:
+        session.link = None
+        LOG.info("router %s away: %s", session.router_id, reason)
+        session.orphan_timer = self._loop.call_later(self._config.orphan_after_s, self._end_session, session)
+
+    def _end_session(self, session: RouterSession) -> None:
+        """End all work of a router that has left or has not come back."""
+        for key in session.outbox.live:
+            self._end_attempt(session, key)
+        if self._sessions.get(session.router_id) is session:
+            del self._sessions[session.router_id]
+        if session.orphan_timer is not None:
+            session.orphan_timer.cancel()
+        if session.link is not None:
+            link, session.link = session.link, None
+            link.close("the router has left")
+
+    # --- from routers ---
+
+    def message(self, session: RouterSession, message: ToReplica) -> None:
+        match message:
+            case Add():
+                self._add(session, message)
+            case Abort(request_id=request_id, attempt=attempt):
+                self._end_attempt(session, (request_id, attempt))
+            case ResendFrom():
+                if not session.outbox.rewind(message.request_id, message.attempt, message.choice, message.index):
+                    session.refuse((message.request_id, message.attempt), RefusalReason.UNKNOWN_ATTEMPT)
+                self.flush(session)
+            case Goodbye():
+                self._end_session(session)
+            case _:
+                assert_never(message)
+
+    def _add(self, session: RouterSession, add: Add) -> None:
+        request, attempt = add.request, add.attempt
+        key = (request.request_id, attempt)
+        latest = session.latest_attempt.get(request.request_id, -1)
+        if attempt <= latest:
+            return  # a repeat, or an attempt that a later one has replaced
+        if latest >= 0:
+            self._end_attempt(session, (request.request_id, latest))
+        if self._state is ReplicaState.DRAINING:
+            session.applied_sequence = max(session.applied_sequence, add.sequence)
+            session.refuse(key, RefusalReason.DRAINING)
+            self.flush(session)
+            return
+        session.latest_attempt[request.request_id] = attempt
+        session.outbox.open(request.request_id, attempt, len(request.emitted_ids))
+        self._owner[key] = session
+        self._idle.clear()
+        self._adds_sent += 1
+        self._adds_unapplied.append((self._adds_sent, session, add.sequence))
+        self._engine.add(request, attempt)
+
+    def _end_attempt(self, session: RouterSession, key: AttemptKey) -> None:
+        session.outbox.forget(*key)
+        if self._owner.pop(key, None) is not None:
+            self._engine.abort(*key)
+        self._released(session, key)
+
+    def _released(self, session: RouterSession, key: AttemptKey) -> None:
+        """An attempt is over."""
+        if session.latest_attempt.get(key[0]) == key[1]:
+            del session.latest_attempt[key[0]]
+        if not self._owner:
+            self._idle.set()
+
+    # --- from the engine ---
+
+    def _apply(self, result: StepResult) -> None:
+        """One turn of the engine: give each router its part, in one frame."""
+        for delta in result.deltas:
+            key = (delta.request_id, delta.attempt)
+            session = self._owner.get(key)
+            if session is None:
+                continue  # aborted while the step ran
+            session.outbox.record(delta)
+            if delta.finish is not None:
+                del self._owner[key]
+                self._released(session, key)
+        for refusal in result.refusals:
+            key = (refusal.request_id, refusal.attempt)
+            session = self._owner.pop(key, None)
+            if session is not None:
+                session.outbox.forget(*key)
+                session.refusals.append(refusal)
+                self._released(session, key)
+        for notice in result.preempted:
+            session = self._owner.get((notice.request_id, notice.attempt))
+            if session is not None:
+                session.preempted.append(notice)
+        for session in list(self._sessions.values()):
+            self.flush(session, result.load)
+
+    # --- to routers ---
+
+    def report(self, session: RouterSession | None, load: EngineLoad | None = None) -> ReplicaReport:
+        """The present state, as `session` needs it; `load` is the engine's newest unless one is given."""
+        progress = self._engine.progress()
+        load = load or progress.load
+        while self._adds_unapplied and self._adds_unapplied[0][0] <= load.adds_total:
+            _, owner, sequence = self._adds_unapplied.popleft()
+            owner.applied_sequence = max(owner.applied_sequence, sequence)
+        return ReplicaReport(
+            replica_id=self._replica_id,
+            generation=self._generation,
+            state=self._state,
+            observed_unix_s=self._clock.unix(),
+            load=load,
+            step_age_s=progress.step_age_s,
+            applied_sequence=session.applied_sequence if session is not None else 0,
+        )
+
+    def flush(self, session: RouterSession, load: EngineLoad | None = None) -> None:
+        """Send what this router has coming, with a report; or keep it, bounded, while it cannot take more."""
+        if session.link is None or session.link.congested:
+            for key in session.outbox.overflowing():
+                self._end_attempt(session, key)
+                session.refuse(key, RefusalReason.OVERFLOW)
+            return
+        refusals, session.refusals = tuple(session.refusals), []
+        preempted = tuple(session.preempted)
+        session.preempted.clear()
+        session.link.send(
+            StepFrame(
+                report=self.report(session, load),
+                deltas=session.outbox.take(),
+                refusals=refusals,
+                preempted=preempted,
+            )
+        )
+
+    def tick(self) -> None:
+        """Every `report_period_s`: a report to every router, whatever the engine does."""
+        for session in list(self._sessions.values()):
+            self.flush(session)
+
+    # --- the end ---
+
+    async def drain(self) -> None:
+        """Take nothing new; return when all work has ended and left for its router."""
+        self._state = ReplicaState.DRAINING
+        self.tick()
+        await self._idle.wait()
+        self.tick()

@@ -1,0 +1,194 @@
+"""The controller as rendezvous: whoever it introduces goes on without it, and its successor is later than it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from cluster.clock import SystemClock
+from cluster.config import TransportConfig
+from cluster.messages import (
+    ClusterStatus,
+    FromController,
+    Granted,
+    ReplicaHere,
+    ReplicaStatus,
+    Roster,
+    RosterEntry,
+    StatusRequest,
+    ToController,
+)
+from cluster.types import EngineLoad, Generation, ReplicaId, ReplicaReport, ReplicaState
+from deployments.controller_link import ControllerLink
+from deployments.controller_server import ROLES, ControllerServer
+from deployments.transport import Acceptor, Identity
+
+T = TypeVar("T")
+SECRET = b"s" * 32
+CONFIG = TransportConfig(backoff_max_s=0.05)
+ENTRY = RosterEntry(ReplicaId("r1"), Generation(1, "u"), "127.0.0.1", 1234, "m")
+
+
+@dataclass
+class Place:
+    """Where the controller is to be found: what Serve answers in production."""
+
+    address: tuple[str, int] | None = None
+    acceptors: list[Acceptor] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def find(self) -> tuple[str, int]:
+        if self.address is None:
+            raise TimeoutError
+        return self.address
+
+    async def start(self) -> Acceptor:
+        server = ControllerServer(SECRET, SystemClock())
+        decode = msgspec.msgpack.Decoder(ToController).decode
+        acceptor = Acceptor(server.identity, ROLES, decode, server.accept, CONFIG)
+        self.address = await acceptor.listen("127.0.0.1", 0, SECRET)
+        self.acceptors.append(acceptor)
+        return acceptor
+
+
+@dataclass
+class Peer:
+    """A router or replica as far as the controller sees it."""
+
+    place: Place
+    role: str
+    generation: Generation | None = None
+    heard: asyncio.Queue[FromController] = field(default_factory=asyncio.Queue)
+    ups: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.link = ControllerLink(self.place.find, self._identity, self._up, self.heard.put_nowait, CONFIG)
+        self.place.tasks.append(asyncio.create_task(self.link.run()))
+
+    def _identity(self, seen: Generation | None) -> Identity:
+        return Identity(
+            self.role, f"{self.role}-1", SECRET, generation=self.generation, controller_generation_seen=seen
+        )
+
+    def _up(self) -> None:
+        assert self.link._seen is not None
+        self.ups.put_nowait(self.link._seen.number)
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    here = Place()
+    yield here
+    for task in here.tasks:
+        task.cancel()
+    await asyncio.gather(*here.tasks, return_exceptions=True)
+    for acceptor in here.acceptors:
+        await acceptor.close()
+
+
+async def heard(peer: Peer, kind: type[T], condition: Callable[[T], object] = bool) -> T:
+    while not (isinstance(message := await peer.heard.get(), kind) and condition(message)):
+        pass
+    return message
+
+
+async def test_a_router_hears_of_a_replica_whichever_came_first(place: Place) -> None:
+    await place.start()
+    early = Peer(place, "router")
+    assert (await early.heard.get()) == Roster(entries=())
+    replica = Peer(place, "replica")
+    await replica.ups.get()
+    replica.link.send(ReplicaHere(entry=ENTRY, pid=7))
+    assert await early.heard.get() == Roster(entries=(ENTRY,))
+    late = Peer(place, "router")
+    assert await late.heard.get() == Roster(entries=(ENTRY,))
+
+
+async def test_generations_rise_and_survive_the_controller(place: Place) -> None:
+    first = await place.start()
+    old = Peer(place, "replica", generation=Generation(41, "old"))
+    assert await old.ups.get() == 1
+    new = Peer(place, "replica")
+    assert await new.ups.get() == 1
+    granted = await new.heard.get()
+    assert isinstance(granted, Granted)
+    assert granted.generation.number == 42
+    new.generation = granted.generation
+
+    await place.start()
+    await first.close()
+    assert await old.ups.get() == 2, "a successor is later than what its peers have seen"
+    assert await new.ups.get() == 2
+    newest = Peer(place, "replica")
+    granted = await newest.heard.get()
+    assert isinstance(granted, Granted)
+    assert granted.generation.number == 43
+
+
+async def test_an_older_controller_is_refused(place: Place) -> None:
+    first = await place.start()
+    peer = Peer(place, "router")
+    assert await peer.ups.get() == 1
+    peer.link._seen = Generation(9, "later")
+    await first.close()
+    older = ControllerServer(SECRET, SystemClock())
+    decode = msgspec.msgpack.Decoder(ToController).decode
+    stuck = Identity("controller", "controller", SECRET, generation=Generation(8, "older"))
+    acceptor = Acceptor(lambda _: stuck, ROLES, decode, older.accept, CONFIG)
+    place.acceptors.append(acceptor)
+    place.address = await acceptor.listen("127.0.0.1", 0, SECRET)
+    refused = asyncio.Event()
+    find = place.find
+
+    async def counted() -> tuple[str, int]:
+        tries.append(1)
+        if len(tries) > 3:
+            refused.set()
+        return await find()
+
+    tries: list[int] = []
+    peer.link._find = counted
+    await asyncio.wait_for(refused.wait(), 10)
+    assert peer.ups.empty()
+
+
+async def test_status_shows_what_each_last_reported_and_missing_is_none(place: Place) -> None:
+    await place.start()
+    replica, router = Peer(place, "replica"), Peer(place, "router")
+    await replica.ups.get()
+    await router.ups.get()
+    replica.link.send(ReplicaHere(entry=ENTRY, pid=7))
+    await heard(router, Roster, lambda roster: roster.entries)
+    router.link.send(StatusRequest(ask_id=1))
+    (summary,) = (await heard(router, ClusterStatus)).replicas
+    assert (summary.pid, summary.report, summary.report_age_s) == (7, None, None)
+
+    report = ReplicaReport(
+        replica_id=ENTRY.replica_id,
+        generation=ENTRY.generation,
+        state=ReplicaState.READY,
+        observed_unix_s=1.0,
+        load=EngineLoad(slots_total=4, blocks_total=8, blocks_free=3, block_size_tokens=16),
+        step_age_s=None,
+    )
+    replica.link.send(ReplicaStatus(report=report))
+    status = None
+    while status is None or status.replicas[0].report is None:
+        router.link.send(StatusRequest(ask_id=2))
+        status = await heard(router, ClusterStatus)
+    assert status.replicas[0].report == report
+    assert status.replicas[0].report_age_s is not None
+
+
+async def test_without_a_controller_a_link_keeps_trying_and_says_so(place: Place) -> None:
+    peer = Peer(place, "router")
+    assert peer.link.send(StatusRequest(ask_id=1)) is False
+    await place.start()
+    assert await peer.ups.get() == 1
+    assert peer.link.send(StatusRequest(ask_id=1)) is True
+    assert (await heard(peer, ClusterStatus)).ask_id == 1

@@ -1,0 +1,347 @@
+"""Router and replica over a real loopback connection, with an engine that the test plays by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.clock import SystemClock
+from cluster.config import TransportConfig
+from cluster.messages import RosterEntry, StepFrame, ToReplica
+from cluster.ports import EngineProgress, ReplicaPort, StepResult
+from cluster.types import (
+    EngineLoad,
+    FinishReason,
+    Generation,
+    RefusalReason,
+    ReplicaId,
+    ReplicaReport,
+    ReplicaState,
+    Request,
+    RequestId,
+    Sampling,
+    TokenDelta,
+)
+from deployments.replica_link import ReplicaLink
+from deployments.replica_server import ReplicaServer
+from deployments.transport import Acceptor, Identity
+
+SECRET = b"s" * 32
+REPLICA = ReplicaId("replica-1")
+GENERATION = Generation(4, "u4")
+
+
+def request(name: str, emitted: int = 0) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        tenant="t",
+        priority=0,
+        priority_class="standard",
+        arrived_unix_s=1.0,
+        prompt_ids=(1, 2),
+        sampling=Sampling(max_tokens=9, seed=1),
+        emitted_ids=tuple(range(emitted)),
+    )
+
+
+class PlayedEngine:
+    """An EnginePort whose steps are the test's: it records what it is told and says what it is given to say."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.heard = asyncio.Event()
+        self.load = EngineLoad(slots_total=4, blocks_total=64, blocks_free=64, block_size_tokens=16)
+
+    def start(self, on_result: Callable[[StepResult], None], on_death: Callable[[str], None]) -> None:
+        self._on_result = on_result
+
+    def add(self, request: Request, attempt: int) -> None:
+        self.told.append(("add", request.request_id, attempt))
+        self.heard.set()
+
+    def abort(self, request_id: RequestId, attempt: int) -> None:
+        self.told.append(("abort", request_id, attempt))
+        self.heard.set()
+
+    def progress(self) -> EngineProgress:
+        return EngineProgress(load=self.load, alive=True, step_age_s=None)
+
+    def stop(self) -> None:
+        pass
+
+    def step(self, *deltas: TokenDelta, **changes: int) -> None:
+        self.load = msgspec.structs.replace(self.load, steps_total=self.load.steps_total + 1, **changes)
+        self._on_result(StepResult(load=self.load, deltas=deltas))
+
+
+@dataclass
+class Router:
+    """A ReplicaListener that keeps what it hears."""
+
+    events: asyncio.Queue[tuple[str, str]] = field(default_factory=asyncio.Queue)
+    frames: asyncio.Queue[StepFrame] = field(default_factory=asyncio.Queue)
+
+    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> None:
+        self.events.put_nowait(("up", ""))
+
+    def link_down(self, replica_id: ReplicaId, generation: Generation) -> None:
+        self.events.put_nowait(("down", ""))
+
+    def replica_lost(self, replica_id: ReplicaId, generation: Generation, why: str) -> None:
+        self.events.put_nowait(("lost", why))
+
+    def frame(self, replica_id: ReplicaId, generation: Generation, frame: StepFrame) -> None:
+        self.frames.put_nowait(frame)
+
+    async def until(self, condition: Callable[[StepFrame], object]) -> StepFrame:
+        while not condition(frame := await self.frames.get()):
+            pass
+        return frame
+
+    async def event(self) -> str:
+        return (await self.events.get())[0]
+
+
+@dataclass
+class World:
+    engine: PlayedEngine
+    server: ReplicaServer
+    acceptor: Acceptor
+    entry: RosterEntry
+    config: TransportConfig
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    links: list[ReplicaLink] = field(default_factory=list)
+
+    async def router(self, name: str = "router-1") -> tuple[Router, ReplicaLink]:
+        listener = Router()
+        link = ReplicaLink(self.entry, Identity("router", name, SECRET), listener, self.config)
+        self.links.append(link)
+        self.tasks.append(asyncio.create_task(link.run()))
+        assert await listener.event() == "up"
+        return listener, link
+
+    async def told(self, *what: Any) -> None:
+        while what not in self.engine.told:
+            self.engine.heard.clear()
+            await self.engine.heard.wait()
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    worlds: list[World] = []
+
+    async def make_world(**changes: Any) -> World:
+        config = TransportConfig(**changes)
+        engine = PlayedEngine()
+        server = ReplicaServer(engine, REPLICA, GENERATION, config, SystemClock())
+        server.start(lambda why: None)
+        acceptor = Acceptor(
+            lambda _: Identity("replica", REPLICA, SECRET, generation=GENERATION),
+            frozenset({"router"}),
+            msgspec.msgpack.Decoder(ToReplica).decode,
+            server.accept,
+            config,
+        )
+        host, port = await acceptor.listen("127.0.0.1", 0, SECRET)
+        world = World(engine, server, acceptor, RosterEntry(REPLICA, GENERATION, host, port, "m"), config)
+        worlds.append(world)
+        return world
+
+    yield make_world
+    for world in worlds:
+        for link in world.links:
+            link.close()
+        await world.acceptor.close()
+        await asyncio.gather(*world.tasks)
+
+
+def tokens(name: str, index: int, count: int, attempt: int = 0, finish: FinishReason | None = None) -> TokenDelta:
+    ids = tuple(range(index, index + count))
+    return TokenDelta(RequestId(name), 0, attempt, index, ids, tuple(f"{i} " for i in ids), finish)
+
+
+async def test_all_tokens_of_a_step_for_one_router_leave_in_one_frame_with_the_load(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    for i in range(64):
+        link.add(request(str(i)), 0)
+    await world.told("add", "63", 0)
+    world.engine.step(*(tokens(str(i), 0, 1) for i in range(64)), blocks_free=7, adds_total=64)
+    frame = await router.until(lambda f: f.deltas)
+    assert sorted(int(d.request_id) for d in frame.deltas) == list(range(64))
+    assert (frame.report.load.blocks_free, frame.report.applied_sequence) == (7, 64)
+
+
+async def test_each_router_gets_its_own_tokens_and_both_get_the_load(make: Make) -> None:
+    world = await make()
+    first, first_link = await world.router("a")
+    second, _ = await world.router("b")
+    first_link.add(request("x"), 0)
+    await world.told("add", "x", 0)
+    world.engine.step(tokens("x", 0, 1), blocks_free=5)
+    assert (await first.until(lambda f: f.report.load.blocks_free == 5)).deltas
+    assert not (await second.until(lambda f: f.report.load.blocks_free == 5)).deltas
+
+
+async def test_a_report_counts_exactly_the_adds_that_the_engine_has_taken(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    assert [link.add(request(n), 0) for n in "abc"] == [1, 2, 3]
+    await world.told("add", "c", 0)
+    world.server.tick()
+    assert (await router.until(lambda f: True)).report.applied_sequence == 0
+    world.engine.step(adds_total=2)
+    assert (await router.until(lambda f: f.report.load.steps_total == 1)).report.applied_sequence == 2
+
+
+async def test_a_router_that_comes_back_goes_on_from_the_token_it_asks_for(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    link.add(request("x"), 0)
+    await world.told("add", "x", 0)
+    world.engine.step(tokens("x", 0, 3))
+    await router.until(lambda f: f.deltas)
+    assert link._link is not None
+    link._link.abort("cable pulled")
+    assert await router.event() == "down"
+    world.engine.step(tokens("x", 3, 2))
+    assert await router.event() == "up"
+    link.resend_from(RequestId("x"), 0, 0, 1)
+    received: list[int] = []
+    while len(received) < 4:
+        for d in (await router.until(lambda f: f.deltas)).deltas:
+            received[d.index - 1 :] = d.token_ids
+    assert received == [1, 2, 3, 4]
+    assert ("abort", "x", 0) not in world.engine.told
+
+
+async def test_an_attempt_that_never_arrived_is_refused_when_asked_for(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    link.resend_from(RequestId("ghost"), 3, 0, 0)
+    (refusal,) = (await router.until(lambda f: f.refusals)).refusals
+    assert (refusal.request_id, refusal.attempt, refusal.reason) == ("ghost", 3, RefusalReason.UNKNOWN_ATTEMPT)
+
+
+async def test_the_work_of_a_router_that_stays_away_ends(make: Make) -> None:
+    world = await make(orphan_after_s=0.05)
+    _, link = await world.router()
+    link.add(request("x"), 0)
+    await world.told("add", "x", 0)
+    link._closing = True  # no goodbye: the process is gone
+    assert link._link is not None
+    link._link.abort("killed")
+    await asyncio.wait_for(world.told("abort", "x", 0), 5)
+
+
+async def test_a_goodbye_ends_the_work_at_once(make: Make) -> None:
+    world = await make(orphan_after_s=3600)
+    _, link = await world.router()
+    link.add(request("x"), 0)
+    await world.told("add", "x", 0)
+    link.close()
+    await asyncio.wait_for(world.told("abort", "x", 0), 5)
+
+
+async def test_a_later_attempt_replaces_the_earlier_and_repeats_are_not_run_twice(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    link.add(request("x"), 1)
+    link.add(request("x"), 1)
+    link.add(request("x", emitted=2), 2)
+    link.add(request("x"), 1)
+    link.add(request("end"), 0)
+    await world.told("add", "end", 0)
+    assert world.engine.told == [("add", "x", 1), ("abort", "x", 1), ("add", "x", 2), ("add", "end", 0)]
+    world.engine.step(tokens("x", 0, 1, attempt=1), tokens("x", 2, 1, attempt=2))
+    (d,) = (await router.until(lambda f: f.deltas)).deltas
+    assert (d.attempt, d.index) == (2, 2)
+
+
+async def test_an_aborted_attempt_is_silent_although_a_step_was_running(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    link.add(request("x"), 0)
+    link.abort(RequestId("x"), 0)
+    await world.told("abort", "x", 0)
+    world.engine.step(tokens("x", 0, 1))
+    assert (await router.until(lambda f: f.report.load.steps_total == 1)).deltas == ()
+
+
+async def test_a_router_that_does_not_read_delays_no_step_and_loses_only_its_most_backlogged(make: Make) -> None:
+    world = await make(outbox_max_bytes=400_000)
+    slow, slow_link = await world.router("slow")
+    quick, quick_link = await world.router("quick")
+    for name in ("big", "small"):
+        slow_link.add(request(name), 0)
+    quick_link.add(request("other"), 0)
+    await world.told("add", "small", 0)
+    await world.told("add", "other", 0)
+    assert slow_link._link is not None
+    assert slow_link._link._transport is not None
+    slow_link._link._transport.pause_reading()
+    # Each step brings 100 KB for `big`; sockets hold a few MB, then the outbox, then `big` is given up.
+    for step in range(400):
+        text = "x" * 100_000
+        world.engine.step(
+            TokenDelta(RequestId("big"), 0, 0, step, (1,), (text,)),
+            tokens("small", step, 1),
+            tokens("other", step, 1),
+        )
+        await quick.until(lambda f: f.deltas)
+        if ("abort", "big", 0) in world.engine.told:
+            break
+    assert ("abort", "big", 0) in world.engine.told
+    assert ("abort", "small", 0) not in world.engine.told
+    slow_link._link._transport.resume_reading()
+    (refusal,) = (await slow.until(lambda f: f.refusals)).refusals
+    assert (refusal.request_id, refusal.reason) == ("big", RefusalReason.OVERFLOW)
+    world.engine.step(tokens("small", step + 1, 1))
+    assert (await slow.until(lambda f: f.deltas)).deltas[-1].request_id == "small"
+
+
+async def test_draining_refuses_new_work_and_waits_for_the_old(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    link.add(request("old"), 0)
+    await world.told("add", "old", 0)
+    drained = asyncio.create_task(world.server.drain())
+    await router.until(lambda f: f.report.state is ReplicaState.DRAINING)
+    link.add(request("new"), 0)
+    (refusal,) = (await router.until(lambda f: f.refusals)).refusals
+    assert (refusal.request_id, refusal.reason) == ("new", RefusalReason.DRAINING)
+    assert not drained.done()
+    world.engine.step(tokens("old", 0, 1, finish=FinishReason.STOP))
+    await asyncio.wait_for(drained, 5)
+    assert (await router.until(lambda f: f.deltas)).deltas[0].finish is FinishReason.STOP
+
+
+async def test_a_replica_whose_listener_is_gone_is_lost_once_and_last(make: Make) -> None:
+    world = await make()
+    router, _ = await world.router()
+    await world.acceptor.close()
+    assert await router.event() == "down"
+    event, why = await router.events.get()
+    assert event == "lost"
+    assert "nobody listens" in why
+    assert router.events.empty()
+
+
+async def test_another_incarnation_on_the_same_port_is_not_taken_for_the_old(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    world.acceptor._identity = lambda _: Identity("replica", REPLICA, SECRET, generation=Generation(5, "u5"))
+    assert link._link is not None
+    link._link.abort("restart")
+    assert await router.event() == "down"
+    event, why = await router.events.get()
+    assert event == "lost"
+    assert "generation 5" in why
