@@ -1,0 +1,126 @@
+"""What a scheduling decision may know of a sequence, and the lines that sequences stand in.
+
+Owns: `SequenceState` and the sorted `Line`. Imports cluster.types and the integrity error. Invariant: a sequence's key changes only while it
+stands in no line, so that a line stays sorted without being sorted again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from itertools import pairwise
+from operator import attrgetter
+from typing import TypeAlias
+
+from cluster.engine.kv_cache import IntegrityError
+from cluster.types import PriorityLoad, RequestId
+
+SortKey: TypeAlias = tuple[float | str, ...]
+"""Ascending: the smaller goes first. Ends in (request id, attempt), so that no two are equal."""
+
+Identity: TypeAlias = tuple[RequestId, int]
+"""(request id, attempt): what names a sequence in an engine."""
+
+_key_of: Callable[[SequenceState], SortKey] = attrgetter("key")
+
+
+class SequenceState:
+    """One sequence as the scheduler sees it. Only the engine's commit changes it, never a plan.
+
+    A plain class with slots: a plan reads a few hundred of these in each step.
+    """
+
+    __slots__ = (
+        "arrived_unix_s",
+        "blocked_counted",
+        "blocks",
+        "computed",
+        "identity",
+        "key",
+        "priority",
+        "pushed_out",
+        "started",
+        "tokens",
+        "yields",
+    )
+
+    def __init__(
+        self, identity: Identity, priority: int, arrived_unix_s: float, *, tokens: int = 0, started: bool = False
+    ) -> None:
+        self.identity = identity
+        self.priority = priority
+        self.arrived_unix_s = arrived_unix_s
+        self.tokens = tokens
+        """Prompt and output so far."""
+        self.started = started
+        """It has run before, here or on another engine: it continues rather than begins."""
+        self.computed = 0
+        """Positions whose keys and values are in the cache. `tokens - computed` is 1 for a decode."""
+        self.blocks = 0
+        """KV blocks that it holds; 0 while it waits."""
+        self.pushed_out = 0
+        """Times it was preempted for more urgent work; never falls."""
+        self.yields = 0
+        """Steps in a row in which this decode gave its token of the budget to prefill."""
+        self.blocked_counted = False
+        """It has been counted as an urgent request that found no victim."""
+        self.key: SortKey = ()
+
+
+class Line:
+    """Sequences sorted by their keys, with the load of each priority kept up to date.
+
+    Adding and removing cost a binary search and a shift of pointers: a few microseconds at 10,000.
+    """
+
+    __slots__ = ("_loads", "items")
+
+    def __init__(self) -> None:
+        self.items: list[SequenceState] = []
+        self._loads: dict[int, list[int]] = {}
+        """priority -> [requests, blocks]"""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def add(self, state: SequenceState, blocks: int) -> None:
+        """Put a sequence in its place; `blocks` is what it counts for in the load."""
+        insort(self.items, state, key=_key_of)
+        load = self._loads.setdefault(state.priority, [0, 0])
+        load[0] += 1
+        load[1] += blocks
+
+    def grow(self, state: SequenceState, blocks: int) -> None:
+        """A member counts for `blocks` more."""
+        self._loads[state.priority][1] += blocks
+
+    def remove(self, state: SequenceState, blocks: int) -> None:
+        """Take a member out; `blocks` is what it counted for."""
+        index = bisect_left(self.items, state.key, key=_key_of)
+        assert self.items[index] is state
+        del self.items[index]
+        load = self._loads[state.priority]
+        load[0] -= 1
+        load[1] -= blocks
+        if not load[0]:
+            del self._loads[state.priority]
+
+    def loads(self) -> tuple[PriorityLoad, ...]:
+        """Most urgent first."""
+        return tuple(PriorityLoad(p, *self._loads[p]) for p in sorted(self._loads, reverse=True))
+
+    def check_integrity(self, counts_for: Callable[[SequenceState], int]) -> None:
+        """Compare the order with the keys and the loads with `counts_for` of each member.
+
+        Raises:
+            IntegrityError: they disagree.
+        """
+        if not all(a.key < b.key for a, b in pairwise(self.items)):
+            raise IntegrityError("a line is out of order")
+        loads: dict[int, list[int]] = {}
+        for state in self.items:
+            load = loads.setdefault(state.priority, [0, 0])
+            load[0] += 1
+            load[1] += counts_for(state)
+        if loads != self._loads:
+            raise IntegrityError("a line's load is not the sum of its sequences")

@@ -1,0 +1,189 @@
+"""From token ids to text, one token at a time.
+
+Owns: incremental detokenising and stop strings, the same for every engine. Imports `tokenizers`. Invariants: the joined
+pieces of a sequence are what decoding all its tokens at once gives, special tokens skipped, cut before the first stop
+string; no character of a stop string and no half of a character ever leaves; the pieces depend on the tokens only, so
+that replaying emitted tokens restores the exact state.
+"""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer, decoders
+
+REPLACEMENT = "\ufffd"
+_HELD_TOKENS_MAX = 8
+"""A character has at most 4 bytes, hence at most 4 tokens; beyond this the held ones will not become one any more."""
+
+
+class Detokenizer(Protocol):
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token."""
+        ...
+
+    def finish(self) -> str:
+        """Certain text that is still held. Bytes of an incomplete character are dropped."""
+        ...
+
+
+class TextCodec:
+    """A tokenizer's way back to text, shared by all sequences.
+
+    Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) is decoded from each token's bytes: exact for every sequence of
+    tokens, invalid bytes included. Any other decoder (sentencepiece with byte fallback, WordPiece) is asked for the
+    text of a window of tokens; that is exact wherever the text is valid, while for invalid bytes the number of
+    replacement characters may differ from decoding everything at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._token_bytes = _token_bytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
+        self._skipped = frozenset(i for i, added in tokenizer.get_added_tokens_decoder().items() if added.special)
+
+    @classmethod
+    def from_file(cls, tokenizer_json: Path) -> TextCodec:
+        return cls(Tokenizer.from_file(str(tokenizer_json)))
+
+    def detokenizer(self) -> Detokenizer:
+        if self._token_bytes is not None:
+            return _ByteDetokenizer(self._token_bytes)
+        return _WindowDetokenizer(self._tokenizer, self._skipped)
+
+    def stage(self, stop: tuple[str, ...] = ()) -> TextStage:
+        return TextStage(self.detokenizer(), stop)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of each byte in byte-level vocabularies: bytes that print stand for themselves, the others
+    for the characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(b): b for b in printable}
+    others = (b for b in range(256) if chr(b) not in alphabet)
+    return {**alphabet, **{chr(0x100 + n): b for n, b in enumerate(others)}}
+
+
+def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """Bytes of each token id; empty for special tokens and for ids that the tokenizer does not have."""
+    alphabet = _byte_alphabet()
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, token_id in vocab.items():
+        try:
+            table[token_id] = bytes([alphabet[c] for c in token])
+        except KeyError:  # an added token, written as it reads
+            table[token_id] = token.encode()
+    for token_id, added in tokenizer.get_added_tokens_decoder().items():
+        if added.special:
+            table[token_id] = b""
+    return table
+
+
+class _ByteDetokenizer:
+    __slots__ = ("_decode", "_token_bytes")
+
+    def __init__(self, token_bytes: list[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_id: int) -> str:
+        if not 0 <= token_id < len(self._token_bytes):
+            return ""  # a row of the model's padded vocabulary
+        return self._decode(self._token_bytes[token_id])
+
+    def finish(self) -> str:
+        return ""
+
+
+class _WindowDetokenizer:
+    """Decodes (context + pending) tokens and gives out what pending ones add to the context's text.
+
+    The context, the tokens given out last, makes decoders treat the pending ones as the middle of a text (they strip a
+    space at the start). Text that ends in U+FFFD is held: it is probably the first bytes of a character.
+    """
+
+    __slots__ = ("_context", "_context_text", "_pending", "_skipped", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        text = self._tokenizer.decode(self._context + self._pending)
+        if (text.endswith(REPLACEMENT) or len(text) <= len(self._context_text)) and (
+            len(self._pending) < _HELD_TOKENS_MAX
+        ):
+            return ""
+        piece = text[len(self._context_text) :]
+        self._context = self._pending
+        self._context_text = self._tokenizer.decode(self._context)
+        self._pending = []
+        return piece
+
+    def finish(self) -> str:
+        text = self._tokenizer.decode(self._context + self._pending).rstrip(REPLACEMENT)
+        self._pending = []
+        return text[len(self._context_text) :]
+
+
+class TextStage:
+    """The text of one sequence: `push` each token, then `finish`, unless a stop string ended it (`stopped`).
+
+    The first stop string is the one that completes first, and of several that complete with the same character the
+    longest; the text ends before it. So defined, it does not depend on how the text is cut into tokens.
+    """
+
+    __slots__ = ("_detokenizer", "_held", "_longest", "_stop", "stopped")
+
+    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(s for s in stop if s)
+        self._longest = max(map(len, self._stop), default=0)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; it may be empty. After `stopped` there is no more to push."""
+        assert not self.stopped
+        return self._pass(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """The text still held back, when the sequence ends without a stop string.
+
+        A character of which only the first bytes came is dropped.
+        """
+        rest = self._pass(self._detokenizer.finish())
+        if not self.stopped:
+            rest += self._held
+            self._held = ""
+        return rest
+
+    def _pass(self, text: str) -> str:
+        if not self._stop:
+            return text
+        if not text:
+            return ""
+        text = self._held + text
+        ends = [(start + len(s), start) for s in self._stop if (start := text.find(s)) >= 0]
+        if ends:
+            self.stopped = True
+            self._held = ""
+            return text[: min(ends)[1]]
+        keep = self._held_chars(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _held_chars(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for keep in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(s.startswith(text[len(text) - keep :]) for s in self._stop):
+                return keep
+        return 0

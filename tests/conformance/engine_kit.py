@@ -1,0 +1,239 @@
+"""What tests of the engine share: a tokenizer, requests, and a reference that knows no engine.
+
+`undisturbed` computes a request's whole output in a plain loop over a list: no blocks, no batches, no preemption, and
+its text with the tokenizer's own `decode`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from cluster.config import EngineConfig
+from cluster.engine.chance import uniform
+from cluster.engine.engine import Engine
+from cluster.engine.text import TextCodec
+from cluster.ports import SampleSpec, StepResult
+from cluster.types import FinishReason, Request, RequestId, Sampling, TokenDelta
+from tests.conformance.arithmetic_backend import ArithmeticBackend, next_token
+
+CORPUS = (
+    "the basin above a power station holds the water back and meters it to the turbines",
+    "naïve café, Ärger über Öl, façade; ¿qué? ελληνικά и кириллица",
+    "水を貯めて発電所へ送る 你好世界 春眠不觉晓",
+    "👋🏽 👩‍👩‍👧 🇨🇭 🚀🚀 ❤️‍🔥",
+    "def f(x):\n    return x * 2  # twice\n",
+)
+
+
+@cache
+def byte_level_tokenizer() -> Tokenizer:
+    """GPT-2's kind: every byte has a token, so a random model often writes half characters and invalid bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|end|>", "<|start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("naïve tool", special=False)])
+    return tokenizer
+
+
+@cache
+def byte_level_codec() -> TextCodec:
+    return TextCodec(byte_level_tokenizer())
+
+
+EOS = 0
+"""The id of <|end|>."""
+
+
+def vocab_size() -> int:
+    return byte_level_tokenizer().get_vocab_size()
+
+
+def config(**changes: object) -> EngineConfig:
+    """A small engine: 4 slots, 16 tokens per step, 64 blocks of 4 tokens."""
+    values: dict[str, object] = {
+        "slots": 4,
+        "step_token_budget": 16,
+        "block_size_tokens": 4,
+        "blocks": 64,
+        "max_model_len": 128,
+        "max_held": 4096,
+    }
+    return EngineConfig.model_validate({**values, **changes})
+
+
+def request(
+    name: str,
+    *,
+    prompt: int | tuple[int, ...] = 5,
+    priority: int = 0,
+    arrived: float = 0.0,
+    emitted: tuple[int, ...] = (),
+    max_tokens: int = 8,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop: tuple[str, ...] = (),
+    ignore_eos: bool = True,
+) -> Request:
+    """`prompt` is its ids, or a length to be filled with ids derived from the name."""
+    if isinstance(prompt, int):
+        draw = random.Random(name)
+        prompt = tuple(draw.randrange(vocab_size()) for _ in range(prompt))
+    return Request(
+        request_id=RequestId(name),
+        tenant="t",
+        priority=priority,
+        priority_class="c",
+        arrived_unix_s=arrived,
+        prompt_ids=prompt,
+        emitted_ids=emitted,
+        sampling=Sampling(max_tokens=max_tokens, seed=seed, temperature=temperature, stop=stop, ignore_eos=ignore_eos),
+    )
+
+
+def engine(settings: EngineConfig | None = None, backend: ArithmeticBackend | None = None) -> Engine:
+    settings = settings or config()
+    return Engine(settings, backend or backend_for(settings), byte_level_codec(), (EOS,))
+
+
+def backend_for(settings: EngineConfig) -> ArithmeticBackend:
+    return ArithmeticBackend(settings.blocks, settings.block_size_tokens, vocab_size())
+
+
+@dataclass
+class Output:
+    """All that an attempt gave, put together from its deltas."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: FinishReason | None = None
+    ends: int = 0
+    first_token_step: int | None = None
+
+    def take(self, delta: TokenDelta, step: int = 0, *, first_index: int = 0) -> None:
+        assert delta.index == first_index + len(self.token_ids), "tokens lost or doubled"
+        assert len(delta.token_ids) == len(delta.pieces)
+        assert not self.ends, "something came after the end"
+        if delta.token_ids and self.first_token_step is None:
+            self.first_token_step = step
+        self.token_ids.extend(delta.token_ids)
+        self.text += "".join(delta.pieces)
+        if delta.finish is not None:
+            self.ends += 1
+            self.finish = delta.finish
+
+
+def collect(
+    target: Engine,
+    outputs: dict[str, Output] | None = None,
+    *,
+    steps: int = 100_000,
+    first: Mapping[str, int] | None = None,
+) -> dict[str, Output]:
+    """Step until nothing is left to do, checking the books after each step."""
+    outputs = {} if outputs is None else outputs
+    for step in range(steps):
+        if not target.has_work:
+            return outputs
+        gather(target.step(), outputs, step, first)
+        target.check_integrity()
+    raise AssertionError(f"not done after {steps} steps")
+
+
+def gather(
+    result: StepResult, outputs: dict[str, Output], step: int = 0, first: Mapping[str, int] | None = None
+) -> None:
+    for delta in result.deltas:
+        output = outputs.setdefault(delta.request_id, Output())
+        output.take(delta, step, first_index=(first or {}).get(delta.request_id, 0))
+
+
+def undisturbed(
+    r: Request, *, max_model_len: int, draw: Callable[[list[int], SampleSpec], int] | None = None
+) -> Output:
+    """The output of a request alone, by a plain loop. `draw` gives the token after a list of tokens."""
+    draw = draw or (lambda tokens, sample: next_token(tokens, sample, vocab_size()))
+    s = r.sampling
+    tokens, out = list(r.prompt_ids), Output(finish=FinishReason.LENGTH, ends=1)
+    while len(out.token_ids) < s.max_tokens and len(tokens) < max_model_len:
+        chance = uniform(s.seed, 0, len(out.token_ids)) if s.temperature > 0 else 0.0
+        spec = SampleSpec(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, uniform=chance)
+        token = draw(tokens, spec)
+        tokens.append(token)
+        out.token_ids.append(token)
+        if token == EOS and not s.ignore_eos:
+            out.finish = FinishReason.STOP
+            break
+        if s.stop and cut_at_stop(decoded(out.token_ids), s.stop) is not None:
+            out.finish = FinishReason.STOP
+            break
+    text = decoded(out.token_ids)
+    cut = cut_at_stop(text, s.stop)
+    out.text = text if cut is None else cut
+    return out
+
+
+def decoded(token_ids: Iterable[int]) -> str:
+    """The tokenizer's own text, less the replacement characters of a last character that is not yet complete."""
+    tokenizer = byte_level_tokenizer()
+    ids = list(token_ids)
+    raw = b"".join(_bytes_of(tokenizer, i) for i in ids)
+    whole: str = tokenizer.decode(ids, skip_special_tokens=True)
+    for tail in range(min(3, len(raw)), 0, -1):
+        if _begins_a_character(raw[len(raw) - tail :]):
+            return whole[:-1]  # decoding shows the unfinished bytes as one replacement character
+    return whole
+
+
+def cut_at_stop(text: str, stop: tuple[str, ...]) -> str | None:
+    """`text` before the stop string that completes first (the longest of those), or None; by looking at each end."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(s) for s in stop if s and text[:end].endswith(s)]
+        if starts:
+            return text[: min(starts)]
+    return None
+
+
+def _bytes_of(tokenizer: Tokenizer, token_id: int) -> bytes:
+    token = tokenizer.id_to_token(token_id)
+    if token is None or token in ("<|end|>", "<|start|>"):
+        return b""
+    marks = {v: k for k, v in _byte_marks().items()}
+    return bytes(marks[c] for c in token) if all(c in marks for c in token) else token.encode()
+
+
+@cache
+def _byte_marks() -> dict[int, str]:
+    """byte -> its sign, asked from the library: the pre-tokenizer writes a character's bytes in signs."""
+    marks: dict[int, str] = {}
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for code in [*range(0x800), *range(0x800, 0x10000, 0x800), *range(0x10000, 0x110000, 0x10000)]:
+        if 0xD800 <= code < 0xE000:
+            continue
+        char = chr(code)
+        signs = "".join(piece for piece, _ in splitter.pre_tokenize_str(char))
+        marks.update(zip(char.encode(), signs, strict=True))
+    return marks
+
+
+def _begins_a_character(data: bytes) -> bool:
+    """Whether these bytes are the beginning, and not all, of a UTF-8 character."""
+    for rest in (b"\x80", b"\xbf"):
+        for length in range(1, 4):
+            try:
+                if len((data + rest * length).decode()) == 1:
+                    return True
+            except UnicodeDecodeError:
+                continue
+    return False

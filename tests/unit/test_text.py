@@ -1,0 +1,245 @@
+"""Text that leaves is final: whole characters, no stop string, and in the end what the tokenizer itself would say."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from cluster.engine.text import REPLACEMENT, TextCodec, TextStage
+from tests.conformance.engine_kit import (
+    CORPUS,
+    byte_level_codec,
+    byte_level_tokenizer,
+    cut_at_stop,
+    decoded,
+    vocab_size,
+)
+
+WORDS = ("the", "basin", "water", "Wasser", "café", "x", "<", "</s>", "。", " ", ",", "t", "h", "e", "a", "b", "ab")
+
+
+@cache
+def sentencepiece_tokenizer() -> Tokenizer:
+    """Llama 2's kind: a metaspace vocabulary, unknown characters as byte tokens, one leading space stripped."""
+    vocab: dict[str, int] = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for byte in range(256):
+        vocab[f"<0x{byte:02X}>"] = len(vocab)
+    for word in WORDS:
+        for token in (word, "▁" + word):
+            vocab.setdefault(token.replace(" ", "▁"), len(vocab))
+    return Tokenizer.from_str(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": None,
+                "padding": None,
+                "added_tokens": [
+                    {
+                        "id": i,
+                        "content": t,
+                        "special": True,
+                        "single_word": False,
+                        "lstrip": False,
+                        "rstrip": False,
+                        "normalized": False,
+                    }
+                    for i, t in enumerate(("<unk>", "<s>", "</s>"))
+                ],
+                "normalizer": None,
+                "pre_tokenizer": None,
+                "post_processor": None,
+                "decoder": {
+                    "type": "Sequence",
+                    "decoders": [
+                        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                        {"type": "ByteFallback"},
+                        {"type": "Fuse"},
+                        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+                    ],
+                },
+                "model": {
+                    "type": "BPE",
+                    "dropout": None,
+                    "unk_token": "<unk>",
+                    "continuing_subword_prefix": None,
+                    "end_of_word_suffix": None,
+                    "fuse_unk": True,
+                    "byte_fallback": True,
+                    "ignore_merges": False,
+                    "vocab": vocab,
+                    "merges": [],
+                },
+            }
+        )
+    )
+
+
+@cache
+def sentencepiece_codec() -> TextCodec:
+    return TextCodec(sentencepiece_tokenizer())
+
+
+def byte(token: str) -> int:
+    return byte_level_tokenizer().get_vocab()[token]
+
+
+def sp(token: str) -> int:
+    return sentencepiece_tokenizer().get_vocab()[token]
+
+
+def run(stage: TextStage, ids: list[int]) -> tuple[list[str], str]:
+    """The piece of each token until a stop string, and the last piece."""
+    pieces = []
+    for token_id in ids:
+        pieces.append(stage.push(token_id))
+        if stage.stopped:
+            return pieces, ""
+    return pieces, stage.finish()
+
+
+def joined(stage: TextStage, ids: list[int]) -> str:
+    pieces, last = run(stage, ids)
+    return "".join(pieces) + last
+
+
+any_ids = st.lists(st.integers(0, vocab_size() - 1), max_size=40)
+any_text = st.one_of(st.sampled_from(CORPUS), st.text(max_size=30), st.text(alphabet="the ba👋🏽é水</s>", max_size=30))
+
+
+@given(any_ids)
+@settings(max_examples=500, deadline=None)
+def test_byte_level_pieces_join_to_what_the_tokenizer_decodes_even_for_invalid_bytes(ids: list[int]) -> None:
+    assert joined(byte_level_codec().stage(), ids) == decoded(ids)
+
+
+@given(any_text)
+@settings(deadline=None)
+def test_byte_level_pieces_of_encoded_text_join_to_the_text(text: str) -> None:
+    ids = byte_level_tokenizer().encode(text, add_special_tokens=False).ids
+    expected: str = byte_level_tokenizer().decode(ids, skip_special_tokens=True)
+    assert joined(byte_level_codec().stage(), ids) == expected
+
+
+def sentencepiece_ids(text: str) -> list[int]:
+    """Tokens of a text by words where there are some, by byte tokens elsewhere."""
+    vocab = sentencepiece_tokenizer().get_vocab()
+    ids: list[int] = []
+    rest = text.replace(" ", "▁")
+    while rest:
+        token = max((t for t in vocab if rest.startswith(t) and not t.startswith("<")), key=len, default="")
+        if token:
+            ids.append(vocab[token])
+        else:
+            token = rest[0]
+            ids.extend(vocab[f"<0x{b:02X}>"] for b in token.encode())
+        rest = rest[len(token) :]
+    return ids
+
+
+@given(any_text, st.lists(st.integers(0, 40), max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_byte_fallback_pieces_join_to_what_the_tokenizer_decodes(text: str, specials_at: list[int]) -> None:
+    ids = sentencepiece_ids(text)
+    for at in specials_at:
+        ids.insert(min(at, len(ids)), 2)
+    expected: str = sentencepiece_tokenizer().decode(ids, skip_special_tokens=True)
+    assert REPLACEMENT not in expected or REPLACEMENT in text
+    assert joined(sentencepiece_codec().stage(), ids) == expected
+
+
+def test_no_half_character_leaves_either_decoder() -> None:
+    for codec, ids in (
+        (byte_level_codec(), [byte(c) for c in "ðŁļĢ"]),  # the rocket's four bytes
+        (sentencepiece_codec(), [sp(f"<0x{b:02X}>") for b in "🚀".encode()]),
+    ):
+        assert run(codec.stage(), ids) == (["", "", "", "🚀"], "")
+
+
+def test_a_character_cut_off_by_the_end_is_dropped_and_the_text_before_it_kept() -> None:
+    rocket = [byte(c) for c in "ðŁļ"]
+    assert joined(byte_level_codec().stage(), [*byte_level_tokenizer().encode("ab").ids, *rocket]) == "ab"
+    vocab = sentencepiece_tokenizer().get_vocab()
+    partial = [vocab[f"<0x{b:02X}>"] for b in "水".encode()[:2]]
+    assert joined(sentencepiece_codec().stage(), [vocab["▁the"], *partial]) == "the"
+    assert joined(sentencepiece_codec().stage(("e水",)), [vocab["▁the"], *partial]) == "the"
+
+
+def test_a_flood_of_invalid_bytes_is_shown_and_not_held_for_ever() -> None:
+    invalid = [sp("<0xFF>")] * 100
+    pieces, _ = run(sentencepiece_codec().stage(), invalid)
+    assert "".join(pieces).count(REPLACEMENT) >= 92
+    assert set("".join(pieces)) == {REPLACEMENT}
+
+
+def test_special_tokens_have_no_text_and_other_added_tokens_read_as_written() -> None:
+    ids = [byte(t) for t in ("<|start|>", "<tool>", "naïve tool", "<|end|>")]
+    assert joined(byte_level_codec().stage(), ids) == "<tool>naïve tool"
+    assert joined(byte_level_codec().stage(), [vocab_size() + 5]) == ""
+
+
+def test_stop_string_is_held_back_from_its_first_character() -> None:
+    """Public report: the first tokens of a stop string of several tokens were streamed before it was complete."""
+    stage = byte_level_codec().stage(("DEFGHIJ",))
+    ids = [byte(c) for c in "ABCDEFGHIJK"]
+    pieces, last = run(stage, ids)
+    assert pieces == ["A", "B", "C", "", "", "", "", "", "", ""]
+    assert stage.stopped
+    assert last == ""
+
+
+def test_text_that_does_not_become_a_stop_string_is_released() -> None:
+    stage = byte_level_codec().stage(("DEFGHIJ",))
+    assert [stage.push(byte(c)) for c in "ADEFX"] == ["A", "", "", "", "DEFX"]
+    assert [stage.push(byte(c)) for c in "DDE"] == ["", "D", ""]
+    assert stage.finish() == "DE"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("xabcd", ("abcd", "c"), "xab"),  # "c" completes first
+        ("xabc", ("bc", "abc"), "x"),  # both with one character: the longer
+        ("aab", ("ab",), "a"),
+        ("ababac", ("abac",), "ab"),  # overlaps its own beginning
+        ("abc", ("",), "abc"),  # no stop string at all
+    ],
+)
+def test_the_stop_string_that_completes_first_ends_the_text(text: str, stop: tuple[str, ...], expected: str) -> None:
+    cut = cut_at_stop(text, stop)
+    assert (text if cut is None else cut) == expected
+    for ids in ([byte(c) for c in text], byte_level_tokenizer().encode(text).ids):
+        assert joined(byte_level_codec().stage(stop), ids) == expected
+
+
+@given(any_ids, st.data())
+@settings(max_examples=400, deadline=None)
+def test_with_stop_strings_pieces_join_to_the_text_before_the_first(ids: list[int], data: st.DataObject) -> None:
+    whole = decoded(ids)
+    if whole:
+        inside = st.integers(0, len(whole) - 1).flatmap(
+            lambda a: st.integers(1, 6).map(lambda length: whole[a : a + length])
+        )
+        stop = tuple(data.draw(st.lists(st.one_of(inside, st.text("abet ", min_size=1, max_size=3)), max_size=4)))
+    else:
+        stop = ("a",)
+    stage = byte_level_codec().stage(stop)
+    pieces, last = run(stage, ids)
+    cut = cut_at_stop(whole, stop)
+    assert "".join(pieces) + last == (whole if cut is None else cut)
+    assert stage.stopped == (cut is not None)
+
+
+@given(any_ids, st.integers(0, 40), st.sampled_from([(), ("th",), ("e", "ab"), ("\ufffd\ufffd",)]))
+@settings(deadline=None)
+def test_a_replayed_stage_goes_on_exactly_where_the_first_was(ids: list[int], at: int, stop: tuple[str, ...]) -> None:
+    pieces, last = run(byte_level_codec().stage(stop), ids)
+    at %= len(pieces) or 1
+    again = byte_level_codec().stage(stop)
+    for token_id in ids[:at]:
+        again.push(token_id)
+    assert run(again, ids[at:]) == (pieces[at:], last)
