@@ -182,6 +182,7 @@ class ReplicaSummary(msgspec.Struct, frozen=True):
 class ClusterStatus(Message, frozen=True):
     ask_id: int
     controller_generation: Generation
+    controller_pid: int
     uptime_s: float
     replicas: tuple[ReplicaSummary, ...]
     routers: tuple[RouterStatus, ...]
@@ -192,3 +193,15 @@ ToRouter = StepFrame
 ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest
 FromController = Granted | Roster | ClusterStatus
 Handshake = Challenge | Hello | Welcome | Rejected
+
+
+def named(value: object) -> object:
+    """Plain values of a message, with the names of its fields, for JSON that people and scripts read.
+
+    (On the wire messages are arrays; `msgspec.to_builtins` would give those.)
+    """
+    if isinstance(value, msgspec.Struct):
+        return {field: named(getattr(value, field)) for field in value.__struct_fields__}
+    if isinstance(value, tuple):
+        return [named(item) for item in value]
+    return value

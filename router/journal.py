@@ -1,0 +1,150 @@
+"""The journal of one live request: what its client has, from which it can be continued anywhere.
+
+Owns: fencing of deltas by (attempt, index), the emitted token ids, and the bounded list of decisions about the request.
+Imports types only. Invariants: emitted ids are consecutive from 0 and never change; a delta of another attempt than the
+current one changes nothing; nothing is taken past a gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from cluster.types import FinishReason, TokenDelta
+
+MAX_DECISIONS = 64
+"""Decisions kept per request: the first half and the latest half of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """New to the client: these ids, whose text is `text`; `finish` ends the attempt."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Of an attempt that is not the current one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """All of it is journaled already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Tokens from `index` on are missing; the delta was not taken and will come again with the answer."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """No correct replica says this: the attempt cannot be trusted."""
+
+    why: str
+
+
+_STALE, _REPEAT = Stale(), Repeat()
+
+
+class Journal:
+    """What one request has emitted, over all its attempts."""
+
+    __slots__ = ("_attempt", "_emitted", "_last_attempt", "_max_tokens")
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._emitted: list[int] = []
+        self._last_attempt = 0
+        self._attempt: int | None = None
+
+    @property
+    def attempt(self) -> int | None:
+        """The attempt whose deltas count; None while the request is with no replica."""
+        return self._attempt
+
+    @property
+    def attempts(self) -> int:
+        """Attempts begun so far."""
+        return self._last_attempt
+
+    @property
+    def next_index(self) -> int:
+        return len(self._emitted)
+
+    @property
+    def emitted_ids(self) -> tuple[int, ...]:
+        return tuple(self._emitted)
+
+    def begin(self) -> int:
+        """Open the next attempt and return its number; the first is 1."""
+        assert self._attempt is None, "one attempt at a time"
+        self._last_attempt += 1
+        self._attempt = self._last_attempt
+        return self._attempt
+
+    def close(self) -> None:
+        """The current attempt is over: whatever it still says is stale."""
+        self._attempt = None
+
+    def accept(self, delta: TokenDelta) -> Accepted | Stale | Repeat | Gap | Broken:
+        """Judge a delta, and journal what is new in it."""
+        if delta.attempt != self._attempt:
+            return _STALE
+        count, have = len(delta.token_ids), len(self._emitted)
+        if delta.choice != 0:
+            return Broken(f"choice {delta.choice} of a request for one")
+        if count != len(delta.pieces):
+            return Broken(f"{count} tokens with {len(delta.pieces)} pieces of text")
+        if delta.index > have:
+            return Gap(have)
+        end = delta.index + count
+        if end > self._max_tokens:
+            return Broken(f"token {end} where max_tokens is {self._max_tokens}")
+        if end < have or (end == have and delta.finish is None):
+            return _REPEAT if delta.finish is None else Broken(f"finished at {end}, with {have} tokens sent before")
+        skip = have - delta.index
+        token_ids, pieces = (delta.token_ids[skip:], delta.pieces[skip:]) if skip else (delta.token_ids, delta.pieces)
+        self._emitted.extend(token_ids)
+        return Accepted(token_ids, pieces[0] if len(pieces) == 1 else "".join(pieces), delta.finish)
+
+
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that was decided about a request, with the numbers used; `at_ms` counts from its arrival."""
+
+    at_ms: int
+    event: str
+    replica: str = ""
+    why: str = ""
+    numbers: dict[str, int] = {}  # msgspec copies it for each instance
+
+
+class DecisionLog:
+    """The decisions about one request in order, bounded: of too many, the middle is left out and counted."""
+
+    __slots__ = ("_first", "_latest", "left_out")
+
+    def __init__(self) -> None:
+        self._first: list[Decision] = []
+        self._latest: list[Decision] = []
+        self.left_out = 0
+
+    def add(self, decision: Decision) -> None:
+        half = MAX_DECISIONS // 2
+        if len(self._first) < half:
+            self._first.append(decision)
+            return
+        self._latest.append(decision)
+        if len(self._latest) > half:
+            del self._latest[0]
+            self.left_out += 1
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        return (*self._first, *self._latest)

@@ -1,0 +1,45 @@
+"""The core's state as others read it: bands for `forebay status`, gauges for Prometheus.
+
+Owns: those two summaries. Reads the queue and the live requests and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from cluster.config import PriorityClass
+from cluster.messages import BandStatus
+from router.live import Live
+from router.metrics_sink import RouterMetrics
+from router.priority import class_of
+from router.queue import BandQueue, Charge
+
+
+def band_statuses(
+    classes: Sequence[PriorityClass], queue: BandQueue, lives: Collection[Live]
+) -> tuple[BandStatus, ...]:
+    """Each priority that has queued or running work, most urgent first."""
+    running = Counter(live.request.priority for live in lives if live.replica_id is not None)
+    queued = dict(queue.bands())
+    nothing = Charge()
+    return tuple(
+        BandStatus(
+            priority=priority,
+            priority_class=class_of(classes, priority).name,
+            queued_requests=queued.get(priority, nothing).requests,
+            queued_bytes=queued.get(priority, nothing).size_bytes,
+            running_requests=running[priority],
+        )
+        for priority in sorted(queued.keys() | running.keys(), reverse=True)
+    )
+
+
+def show_classes(
+    metrics: RouterMetrics, classes: Sequence[PriorityClass], queue: BandQueue, lives: Collection[Live]
+) -> None:
+    """Set the gauges of every class, those with no work too."""
+    in_flight = Counter(live.priority_class.name for live in lives if live.replica_id is not None)
+    for priority_class in classes:
+        name, charge = priority_class.name, queue.of_class(priority_class.name)
+        metrics.class_load(name, queued=charge.requests, queued_bytes=charge.size_bytes, in_flight=in_flight[name])

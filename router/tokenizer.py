@@ -1,0 +1,30 @@
+"""Text to token ids, once per request.
+
+Owns: the tokenizer of one model and the rule for begin-of-text markers. Imports `tokenizers` only. Invariant: a chat's
+text carries its markers already and gets none added; a raw prompt gets what the tokenizer's own post-processor adds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+class PromptTokenizer:
+    """Encodes prompts. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a tokenizer.json."""
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of `text`.
+
+        A batch of one, since only batches are encoded without the interpreter lock: a long prompt in a thread would
+        otherwise stop the event loop all the same.
+        """
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)

@@ -1,0 +1,299 @@
+"""A replica for the router's tests: an engine of arithmetic behind a link that the test holds in its hands.
+
+Token k of a request is a function of (request id, k) alone, so whatever a client got in however many attempts can be
+checked against `expected_ids`. Nothing happens by itself: `step` runs the engine, `deliver` hands its frames over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from cluster.config import DEFAULT_CLASSES, RouterConfig
+from cluster.messages import StepFrame
+from cluster.ports import ReplicaListener
+from cluster.types import (
+    EngineLoad,
+    FinishReason,
+    Generation,
+    Outcome,
+    Preempted,
+    PriorityLoad,
+    Refusal,
+    RefusalReason,
+    ReplicaId,
+    ReplicaReport,
+    ReplicaState,
+    Request,
+    RequestId,
+    Sampling,
+    TokenDelta,
+)
+from router.core import RouterCore
+from router.metrics_sink import RouterMetrics
+from router.stream import Batch, Stream
+
+FIRST_ID, FIRST_GENERATION = ReplicaId("r1"), Generation(1, "a")
+
+
+def token_id(request_id: str, index: int) -> int:
+    return zlib.crc32(f"{request_id}/{index}".encode()) % 1000
+
+
+def expected_ids(request: Request) -> tuple[int, ...]:
+    return tuple(token_id(request.request_id, k) for k in range(request.sampling.max_tokens))
+
+
+def piece(token: int) -> str:
+    return f"{token} "
+
+
+def expected_text(request: Request) -> str:
+    return "".join(piece(t) for t in expected_ids(request))
+
+
+@dataclass
+class Held:
+    """An attempt that the engine has. `made` counts output tokens from 0, those of earlier attempts too."""
+
+    request: Request
+    attempt: int
+    made: int
+    running: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return -(-(len(self.request.prompt_ids) + self.made) // 16)
+
+    def delta(self, index: int) -> TokenDelta:
+        ids = tuple(token_id(self.request.request_id, k) for k in range(index, self.made))
+        finish = FinishReason.LENGTH if self.made == self.request.sampling.max_tokens else None
+        return TokenDelta(self.request.request_id, 0, self.attempt, index, ids, tuple(map(piece, ids)), finish)
+
+
+@dataclass
+class FakeReplica:
+    """Implements `ports.ReplicaPort`; one incarnation. The most urgent and oldest `slots` attempts run."""
+
+    listener: ReplicaListener
+    replica_id: ReplicaId = FIRST_ID
+    generation: Generation = FIRST_GENERATION
+    slots: int = 4
+    blocks: int = 1000
+    tokens_per_step: int = 1
+    state: ReplicaState = ReplicaState.READY
+    step_age_s: float | None = None
+    refuse_with: RefusalReason | None = None
+    held: dict[RequestId, Held] = field(default_factory=dict)
+    done: dict[RequestId, Held] = field(default_factory=dict)
+    frames: list[StepFrame] = field(default_factory=list)
+    added: list[tuple[Request, int]] = field(default_factory=list)
+    aborted: list[tuple[RequestId, int]] = field(default_factory=list)
+    resends: list[tuple[RequestId, int, int]] = field(default_factory=list)
+    sequence: int = 0
+    preemptions: int = 0
+    work: asyncio.Event = field(default_factory=asyncio.Event)
+    _refusals: list[Refusal] = field(default_factory=list)
+    _answers: list[TokenDelta] = field(default_factory=list)
+
+    # --- what the router calls ---
+
+    def add(self, request: Request, attempt: int) -> int:
+        self.sequence += 1
+        self.added.append((request, attempt))
+        if self.refuse_with is not None:
+            self._refusals.append(Refusal(request.request_id, attempt, self.refuse_with))
+        else:
+            self.held[request.request_id] = Held(request, attempt, len(request.emitted_ids))
+        self.work.set()
+        return self.sequence
+
+    def abort(self, request_id: RequestId, attempt: int) -> None:
+        self.aborted.append((request_id, attempt))
+        if request_id in self.held and self.held[request_id].attempt == attempt:
+            del self.held[request_id]
+        self.work.set()
+
+    def resend_from(self, request_id: RequestId, attempt: int, choice: int, index: int) -> None:
+        self.resends.append((request_id, attempt, index))
+        known = self.held.get(request_id) or self.done.get(request_id)
+        if known is None or known.attempt != attempt:
+            self._refusals.append(Refusal(request_id, attempt, RefusalReason.UNKNOWN_ATTEMPT))
+        else:
+            self._answers.append(known.delta(index))
+        self.work.set()
+
+    # --- what the test calls ---
+
+    def connect(self) -> FakeReplica:
+        """Come up, or come back; what was made in between is sent only if it is asked for."""
+        self.frames.clear()
+        self.listener.link_up(self, self.report())
+        return self
+
+    def break_link(self) -> None:
+        """The frames that were under way are lost with the link; what the engine has is not."""
+        self.frames.clear()
+        self.listener.link_down(self.replica_id, self.generation)
+
+    def die(self) -> None:
+        self.held.clear()
+        self.frames.clear()
+        self.listener.replica_lost(self.replica_id, self.generation, "killed by the test")
+
+    def forget(self, request_id: RequestId) -> None:
+        self.held.pop(request_id, None)
+        self.done.pop(request_id, None)
+
+    def step(self) -> None:
+        """Run one iteration and put its frame under way."""
+        order = sorted(self.held.values(), key=lambda h: (-h.request.priority, h.request.arrived_unix_s))
+        chosen = order[: self.slots]
+        preempted = [self._preempt(h, chosen) for h in order[self.slots :] if h.running]
+        deltas = list(self._answers)
+        for held in chosen:
+            held.running = True
+            index, held.made = held.made, min(held.made + self.tokens_per_step, held.request.sampling.max_tokens)
+            deltas.append(held.delta(index))
+            if held.made == held.request.sampling.max_tokens:
+                self.done[held.request.request_id] = self.held.pop(held.request.request_id)
+        self.frames.append(StepFrame(self.report(), tuple(deltas), tuple(self._refusals), tuple(preempted)))
+        self._answers.clear()
+        self._refusals.clear()
+
+    def deliver(self) -> None:
+        """Hand over every frame that is under way, in order."""
+        frames, self.frames = self.frames, []
+        for frame in frames:
+            self.listener.frame(self.replica_id, self.generation, frame)
+
+    def turn(self) -> None:
+        self.step()
+        self.deliver()
+
+    def send(self, *deltas: TokenDelta, refusals: tuple[Refusal, ...] = ()) -> None:
+        """Hand over a frame of the test's own making."""
+        self.listener.frame(self.replica_id, self.generation, StepFrame(self.report(), deltas, refusals))
+
+    def beat(self) -> None:
+        """The report of every 100 ms."""
+        self.send()
+
+    async def run(self) -> None:
+        """Turn whenever there is work, until cancelled."""
+        while True:
+            await self.work.wait()
+            self.turn()
+            if not self.held:
+                self.work.clear()
+            await asyncio.sleep(0)
+
+    def report(self) -> ReplicaReport:
+        return ReplicaReport(
+            replica_id=self.replica_id,
+            generation=self.generation,
+            state=self.state,
+            observed_unix_s=0.0,
+            load=EngineLoad(
+                slots_total=self.slots,
+                blocks_total=self.blocks,
+                blocks_free=self.blocks - sum(h.blocks for h in self.held.values() if h.running),
+                block_size_tokens=16,
+                running=self._loads(running=True),
+                waiting=self._loads(running=False),
+                preemptions_total=self.preemptions,
+            ),
+            step_age_s=self.step_age_s,
+            applied_sequence=self.sequence,
+        )
+
+    def _preempt(self, held: Held, chosen: list[Held]) -> Preempted:
+        held.running = False
+        self.preemptions += 1
+        newest = next(h.request.request_id for h in chosen if not h.running)
+        return Preempted(held.request.request_id, held.attempt, newest, held.blocks, held.made)
+
+    def _loads(self, *, running: bool) -> tuple[PriorityLoad, ...]:
+        chosen = sorted((h for h in self.held.values() if h.running is running), key=lambda h: h.request.priority)
+        grouped = [(p, list(g)) for p, g in groupby(chosen, key=lambda h: h.request.priority)]
+        return tuple(PriorityLoad(p, len(g), sum(h.blocks for h in g) if running else 0) for p, g in grouped)
+
+
+class ManualClock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def unix(self) -> float:
+        return 1_700_000_000.0 + self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Bench:
+    """A core on a manual clock, and the streams of what was submitted to it."""
+
+    def __init__(self, config: RouterConfig | None = None) -> None:
+        self.config = config or RouterConfig()
+        self.clock = ManualClock()
+        self.registry = CollectorRegistry()
+        self.core = RouterCore(self.config, self.clock, random.Random(1), RouterMetrics(self.registry))
+        self.streams: dict[RequestId, Stream] = {}
+        self.texts: dict[RequestId, str] = {}
+
+    def replica(self, name: str = "r1", **settings: Any) -> FakeReplica:
+        return FakeReplica(self.core, ReplicaId(name), **settings).connect()
+
+    def submit(self, name: str, priority_class: str = "standard", *, tokens: int = 4, prompt: int = 8) -> Request:
+        """Submit a request; its arrival is stamped now, and the clock moves on by a millisecond."""
+        priority = next(c.priority for c in DEFAULT_CLASSES if c.name == priority_class)
+        request = Request(
+            request_id=RequestId(name),
+            tenant="t",
+            priority=priority,
+            priority_class=priority_class,
+            arrived_unix_s=self.clock.unix(),
+            prompt_ids=tuple(range(1, prompt + 1)),
+            sampling=Sampling(max_tokens=tokens, seed=0),
+        )
+        self.clock.advance(0.001)
+        self.streams[request.request_id] = stream = Stream(self.config.max_stream_bytes)
+        self.core.submit(request, stream)
+        return request
+
+    def text(self, request: Request) -> str:
+        """All text so far."""
+        stream = self.streams[request.request_id]
+        batch = take_now(stream)
+        self.texts[request.request_id] = self.texts.get(request.request_id, "") + (batch.text if batch else "")
+        return self.texts[request.request_id]
+
+    def outcome(self, request: Request) -> Outcome | None:
+        ending = self.streams[request.request_id].ending
+        return None if ending is None else ending.outcome
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+
+def take_now(stream: Stream) -> Batch | None:
+    """What a consumer that is never late would have taken; None where it would wait."""
+    if not stream.held_bytes and stream.ending is None:
+        return None
+    try:
+        stream.take().send(None)
+    except StopIteration as stop:
+        batch: Batch = stop.value
+        return batch
+    raise AssertionError("take waited although there was something")

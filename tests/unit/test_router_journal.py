@@ -1,0 +1,101 @@
+"""The laws of the journal: fencing by attempt and index, exact trimming, bounded memory of decisions."""
+
+from __future__ import annotations
+
+import random
+
+from cluster.types import FinishReason, RequestId, TokenDelta
+from router.journal import MAX_DECISIONS, Accepted, Broken, Decision, DecisionLog, Gap, Journal, Repeat, Stale
+
+
+def delta(attempt: int, index: int, ids: tuple[int, ...], finish: FinishReason | None = None) -> TokenDelta:
+    return TokenDelta(RequestId("r"), 0, attempt, index, ids, tuple(f"<{i}>" for i in ids), finish)
+
+
+def open_journal(*ids: int) -> Journal:
+    journal = Journal(max_tokens=100)
+    journal.begin()
+    if ids:
+        journal.accept(delta(1, 0, ids))
+    return journal
+
+
+def test_tokens_follow_each_other() -> None:
+    journal = open_journal()
+    assert journal.accept(delta(1, 0, (7, 8))) == Accepted((7, 8), "<7><8>", None)
+    assert journal.accept(delta(1, 2, (9,))) == Accepted((9,), "<9>", None)
+    assert journal.emitted_ids == (7, 8, 9)
+
+
+def test_other_attempts_are_stale_before_during_and_after() -> None:
+    journal = Journal(max_tokens=9)
+    assert journal.accept(delta(1, 0, (7,))) == Stale()
+    assert journal.begin() == 1
+    assert journal.accept(delta(2, 0, (7,))) == Stale()
+    journal.close()
+    assert journal.accept(delta(1, 0, (7,))) == Stale()
+    assert journal.begin() == 2
+    assert journal.accept(delta(1, 0, (7,))) == Stale()
+    assert journal.emitted_ids == ()
+
+
+def test_next_attempt_goes_on_where_the_last_one_ended() -> None:
+    journal = open_journal(7, 8)
+    journal.close()
+    journal.begin()
+    assert journal.accept(delta(2, 2, (9,))) == Accepted((9,), "<9>", None)
+
+
+def test_repeat_is_dropped_and_overlap_is_trimmed() -> None:
+    journal = open_journal(7, 8, 9)
+    assert journal.accept(delta(1, 0, (7, 8))) == Repeat()
+    assert journal.accept(delta(1, 1, (8, 9))) == Repeat()
+    assert journal.accept(delta(1, 1, (8, 9, 10))) == Accepted((10,), "<10>", None)
+
+
+def test_gap_takes_nothing_and_names_the_first_missing_index() -> None:
+    journal = open_journal(7)
+    assert journal.accept(delta(1, 2, (9,), FinishReason.STOP)) == Gap(1)
+    assert journal.emitted_ids == (7,)
+
+
+def test_finish_without_tokens_is_taken_at_the_end_only() -> None:
+    journal = open_journal(7, 8)
+    assert isinstance(journal.accept(delta(1, 1, (), FinishReason.STOP)), Broken)
+    assert journal.accept(delta(1, 2, (), FinishReason.STOP)) == Accepted((), "", FinishReason.STOP)
+
+
+def test_finish_that_comes_with_a_repeat_of_all_tokens_is_taken() -> None:
+    assert open_journal(7, 8).accept(delta(1, 0, (7, 8), FinishReason.STOP)) == Accepted((), "", FinishReason.STOP)
+
+
+def test_any_cut_and_any_repetition_gives_the_same_journal() -> None:
+    rng = random.Random(2)
+    ids = tuple(rng.randrange(1000) for _ in range(60))
+    for _ in range(300):
+        journal = open_journal()
+        text = ""
+        while journal.next_index < len(ids):
+            start = rng.randrange(0, min(len(ids), journal.next_index + 4))
+            end = rng.randint(start, min(len(ids), start + 8))
+            match journal.accept(delta(1, start, ids[start:end])):
+                case Accepted(_, new, _):
+                    text += new
+                case Gap(index):
+                    assert index < start
+                case Repeat():
+                    pass
+                case other:
+                    raise AssertionError(other)
+        assert journal.emitted_ids == ids
+        assert text == "".join(f"<{i}>" for i in ids)
+
+
+def test_decisions_are_bounded_and_keep_the_beginning_and_the_end() -> None:
+    log = DecisionLog()
+    for k in range(1000):
+        log.add(Decision(k, "e"))
+    kept = [d.at_ms for d in log.decisions]
+    assert len(kept) == MAX_DECISIONS
+    assert kept == [*range(32), *range(968, 1000)]
+    assert log.left_out == 1000 - MAX_DECISIONS

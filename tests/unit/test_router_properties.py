@@ -1,0 +1,224 @@
+"""The router's core under anything that can happen: submits, cancels, losses, breaks, refusals, repeats and gaps.
+
+Safety is checked after every step, liveness at the end: once faults stop, every request has ended, exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cluster.config import RouterConfig
+from cluster.types import Generation, Outcome, RefusalReason, ReplicaId, Request, RequestId
+from router.live import Live
+from tests.unit.fake_replica import Bench, FakeReplica, expected_text
+
+NAMES = ("r1", "r2")
+CLASSES = ("interactive", "standard", "batch")
+MAX_ATTEMPTS = 6
+
+
+class WatchedReplica(FakeReplica):
+    """Checks at every dispatch that nothing which should go first still waits."""
+
+    def add(self, request: Request, attempt: int) -> int:
+        queue: Any = self.listener._queue  # type: ignore[attr-defined]
+        head = queue.peek()
+        if head is not None:
+            assert _order(request.priority, request.arrived_unix_s, request.request_id) < _order(
+                head.priority, head.arrived_unix_s, head.request_id
+            )
+        return super().add(request, attempt)
+
+
+class RouterMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(RouterConfig(max_attempts=MAX_ATTEMPTS, max_queue_s=1000, expected_output_tokens=2))
+        self.requests: list[Request] = []
+        self.cancelled: set[RequestId] = set()
+        self.replicas: dict[str, WatchedReplica] = {}
+        self.linked: set[str] = set()
+        self.old_frames: dict[str, list[Any]] = {}
+        self.generation = 0
+        for name in NAMES:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        self.generation += 1
+        replica = WatchedReplica(
+            self.bench.core, ReplicaId(name), Generation(self.generation, f"g{self.generation}"), slots=2, blocks=30
+        )
+        self.replicas[name] = replica
+        self.linked.add(name)
+        self.old_frames[name] = []
+        replica.connect()
+
+    # --- clients ---
+
+    @rule(priority_class=st.sampled_from(CLASSES), tokens=st.integers(1, 12), prompt=st.integers(1, 100))
+    def submit(self, priority_class: str, tokens: int, prompt: int) -> None:
+        name = f"q{len(self.requests)}"
+        self.requests.append(self.bench.submit(name, priority_class, tokens=tokens, prompt=prompt))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        if self.bench.outcome(request) is None:
+            self.cancelled.add(request.request_id)
+        self.bench.core.cancel(request.request_id)
+
+    # --- replicas ---
+
+    @rule(name=st.sampled_from(NAMES), steps=st.integers(1, 4))
+    def step(self, name: str, steps: int) -> None:
+        for _ in range(steps):
+            self.replicas[name].step()
+
+    @rule(name=st.sampled_from(NAMES))
+    def deliver(self, name: str) -> None:
+        if name in self.linked:
+            self.old_frames[name] = (self.old_frames[name] + self.replicas[name].frames)[-5:]
+            self.replicas[name].deliver()
+
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def repeat_frame(self, name: str, data: st.DataObject) -> None:
+        if name in self.linked and self.old_frames[name]:
+            replica = self.replicas[name]
+            frame = data.draw(st.sampled_from(self.old_frames[name]))
+            self.bench.core.frame(replica.replica_id, replica.generation, frame)
+
+    @rule(name=st.sampled_from(NAMES))
+    def lose_frame(self, name: str) -> None:
+        """A gap that later tokens reveal; TCP loses no frame without losing the link, so the last word is spared."""
+        frames = self.replicas[name].frames
+        if frames and not frames[0].refusals and all(d.finish is None for d in frames[0].deltas):
+            del frames[0]
+
+    @rule(name=st.sampled_from(NAMES), reason=st.sampled_from([None, *RefusalReason]))
+    def refuse(self, name: str, reason: RefusalReason | None) -> None:
+        self.replicas[name].refuse_with = reason
+
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def forget(self, name: str, data: st.DataObject) -> None:
+        """The engine ends an attempt that a broken link hid from it."""
+        held = sorted(self.replicas[name].held)
+        if held and name not in self.linked:
+            self.replicas[name].forget(data.draw(st.sampled_from(held)))
+
+    @rule(name=st.sampled_from(NAMES))
+    def break_link(self, name: str) -> None:
+        if name in self.linked:
+            self.linked.remove(name)
+            self.replicas[name].break_link()
+
+    @rule(name=st.sampled_from(NAMES))
+    def mend_link(self, name: str) -> None:
+        if name not in self.linked:
+            self.linked.add(name)
+            self.replicas[name].connect()
+
+    @rule(name=st.sampled_from(NAMES), announced=st.booleans())
+    def restart(self, name: str, announced: bool) -> None:
+        """A new incarnation, with or without word that the old one is lost."""
+        old = self.replicas[name]
+        if announced:
+            old.die()
+        self.start(name)
+        self.bench.core.replica_lost(old.replica_id, old.generation, "late word of an old incarnation")
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 1.5, 4.0]), beating=st.sets(st.sampled_from(NAMES)))
+    def time_passes(self, seconds: float, beating: set[str]) -> None:
+        self.bench.clock.advance(seconds)
+        for name in sorted(beating & self.linked):
+            self.replicas[name].beat()
+        self.bench.core.tick()
+
+    # --- what always holds ---
+
+    @invariant()
+    def a_request_is_live_or_has_ended(self) -> None:
+        live = self.lives()
+        for request in self.requests:
+            assert (request.request_id in live) == (self.bench.outcome(request) is None)
+
+    @invariant()
+    def a_live_request_is_queued_or_open_on_one_replica_with_its_reservation(self) -> None:
+        core: Any = self.bench.core
+        lives = self.lives()
+        queued = {request_id for request_id in lives if request_id in core._queue}
+        reserved = {request_id: replica.replica_id for replica in core._fleet for request_id in replica.reservations}
+        assert sum(len(replica.reservations) for replica in core._fleet) == len(reserved)
+        assert queued == {request_id for request_id, live in lives.items() if live.replica_id is None}
+        assert reserved == {r: live.replica_id for r, live in lives.items() if live.replica_id is not None}
+        assert len(core._queue) == len(queued)
+        for replica in core._fleet:
+            for request_id, reservation in replica.reservations.items():
+                live = lives[request_id]
+                assert reservation.attempt == live.journal.attempt
+                assert reservation.blocks * 16 >= len(live.request.prompt_ids) + live.journal.next_index
+        assert core._gaps.keys() <= reserved.keys()
+        assert core._unstarted.keys() <= lives.keys()
+
+    @invariant()
+    def charges_are_exact(self) -> None:
+        core: Any = self.bench.core
+        for name in CLASSES:
+            members = [live.waiting() for live in self.lives().values() if live.replica_id is None]
+            members = [w for w in members if w.priority_class == name]
+            charge = core._queue.of_class(name)
+            assert (charge.requests, charge.size_bytes) == (len(members), sum(w.size_bytes for w in members))
+
+    @invariant()
+    def every_client_has_a_prefix_of_its_text_and_all_of_it_once_finished(self) -> None:
+        for request in self.requests:
+            text, outcome = self.bench.text(request), self.bench.outcome(request)
+            assert expected_text(request).startswith(text)
+            if outcome is Outcome.FINISHED:
+                assert text == expected_text(request)
+            if request.request_id in self.cancelled:
+                assert outcome is Outcome.CANCELLED
+
+    # --- and in the end ---
+
+    def teardown(self) -> None:
+        for name, replica in self.replicas.items():
+            replica.refuse_with = None
+            self.mend_link(name)
+        for _ in range(60 + 20 * len(self.requests)):
+            if not self.lives():
+                break
+            self.bench.clock.advance(0.3)
+            for replica in self.replicas.values():
+                replica.turn()
+            self.bench.core.tick()
+            self.a_live_request_is_queued_or_open_on_one_replica_with_its_reservation()
+        assert not self.lives(), "once faults stop, all finish"
+        self.every_client_has_a_prefix_of_its_text_and_all_of_it_once_finished()
+        allowed = {Outcome.FINISHED, Outcome.CANCELLED, Outcome.REPLICA_LOST, Outcome.REJECTED_TOO_LARGE}
+        assert {self.bench.outcome(r) for r in self.requests} <= allowed
+        total = sum(
+            self.bench.metric("forebay_requests_total", priority_class=c, outcome=o.value)
+            for c in CLASSES
+            for o in Outcome
+        )
+        assert total == len(self.requests), "each is counted once"
+        assert self.bench.core.bands() == ()
+
+    def lives(self) -> dict[RequestId, Live]:
+        lives: dict[RequestId, Live] = self.bench.core._live
+        return lives
+
+
+def _order(priority: int, arrived_unix_s: float, request_id: str) -> tuple[int, float, str]:
+    return (-priority, arrived_unix_s, request_id)
+
+
+RouterMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+test_router_under_anything_that_can_happen = RouterMachine.TestCase

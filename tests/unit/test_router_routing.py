@@ -1,0 +1,168 @@
+"""The laws of the choice of a replica, on literal views."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from cluster.types import EngineLoad, PriorityLoad, ReplicaId
+from router.routing import Need, Placement, choose, too_large
+from router.view import Condition, OwnLoad, ReplicaView
+
+BLOCK = 16
+
+
+def load(slots: int = 4, blocks: int = 100, used: int = 0, **rest: Any) -> EngineLoad:
+    return EngineLoad(
+        slots_total=slots, blocks_total=blocks, blocks_free=blocks - used, block_size_tokens=BLOCK, **rest
+    )
+
+
+def view(name: str, engine: EngineLoad | None, condition: Condition = Condition.ROUTABLE, **rest: Any) -> ReplicaView:
+    return ReplicaView(replica_id=ReplicaId(name), condition=condition, load=engine, **rest)
+
+
+def need(priority: int = 0, tokens: int = BLOCK, tokens_max: int | None = None) -> Need:
+    return Need(priority, tokens, tokens if tokens_max is None else tokens_max)
+
+
+def place(wanted: Need, *views: ReplicaView, seed: int = 0) -> Placement | None:
+    return choose(wanted, views, random.Random(seed))
+
+
+def running(*levels: tuple[int, int, int]) -> tuple[PriorityLoad, ...]:
+    return tuple(PriorityLoad(*level) for level in levels)
+
+
+@pytest.mark.parametrize("condition", [c for c in Condition if c is not Condition.ROUTABLE])
+def test_only_a_routable_replica_is_chosen(condition: Condition) -> None:
+    assert place(need(), view("bad", load(), condition), view("good", load(used=90))) == Placement(ReplicaId("good"), 1)
+    assert place(need(), view("bad", load(), condition)) is None
+
+
+def test_missing_load_is_not_zero_load() -> None:
+    assert place(need(), view("unknown", None)) is None
+
+
+def test_blocks_are_rounded_up_to_the_replica_s_own_size() -> None:
+    assert place(need(tokens=BLOCK + 1), view("r", load())) == Placement(ReplicaId("r"), 2)
+
+
+def test_least_loaded_by_its_scarcer_resource_wins() -> None:
+    few_slots = view("slots", load(slots=4, running=running((0, 3, 3)), used=3))
+    few_blocks = view("blocks", load(slots=4, running=running((0, 1, 60)), used=60))
+    chosen = place(need(), few_slots, few_blocks)
+    assert chosen is not None
+    assert chosen.replica_id == "blocks"
+
+
+def test_ties_are_drawn_and_every_one_can_win() -> None:
+    views = [view(name, load()) for name in ("b", "a", "c")]
+    won = {p.replica_id for seed in range(40) if (p := place(need(), *views, seed=seed)) is not None}
+    assert won == {"a", "b", "c"}
+    assert place(need(), *views, seed=7) == place(need(), *reversed(views), seed=7)
+
+
+def test_own_unreported_attempts_take_slots_and_blocks() -> None:
+    full = load(slots=2, running=running((0, 1, 1)), used=1)
+    assert place(need(), view("r", full)) is not None
+    assert place(need(), view("r", full, unreported=running((0, 1, 1)))) is None
+    assert place(need(tokens=BLOCK * 99), view("r", load(blocks=100), unreported=running((0, 1, 2)))) is None
+
+
+def test_predicted_blocks_of_own_attempts_count_though_the_report_has_not_seen_them_filled() -> None:
+    early = load(running=running((0, 1, 1)), used=1)
+    assert place(need(tokens=BLOCK * 60), view("r", early)) is not None
+    assert place(need(tokens=BLOCK * 60), view("r", early, own=(OwnLoad(0, 50, 0),))) is None
+
+
+def test_waiting_work_of_the_same_or_higher_priority_is_ahead_and_lower_is_not() -> None:
+    engine = load(slots=2, running=running((0, 1, 1)), waiting=running((0, 1, 0)), used=1)
+    assert place(need(priority=0), view("r", engine)) is None
+    assert place(need(priority=1), view("r", engine)) == Placement(ReplicaId("r"), 1)
+    assert place(need(priority=-1), view("r", engine)) is None
+
+
+def test_parked_blocks_of_the_same_priority_are_demand_ahead_and_lower_ones_are_not() -> None:
+    parked = view("r", load(slots=9), own=(OwnLoad(0, 0, 95),))
+    assert place(need(priority=0, tokens=BLOCK * 10), parked) is None
+    assert place(need(priority=1, tokens=BLOCK * 10), parked) is not None
+
+
+def test_free_room_is_preferred_to_victims() -> None:
+    full = view("full", load(slots=1, running=running((-10, 1, 1)), used=1))
+    busy = view("busy", load(slots=10, running=running((0, 9, 90)), used=90))
+    assert place(need(priority=10), full, busy) == Placement(ReplicaId("busy"), 1)
+
+
+def test_equal_priority_is_never_a_victim() -> None:
+    assert place(need(priority=0), view("r", load(slots=1, running=running((0, 1, 1)), used=1))) is None
+
+
+def test_fewest_victims_then_the_least_urgent() -> None:
+    two = view("two", load(slots=9, blocks=20, running=running((-10, 2, 20)), used=20))
+    one = view("one", load(slots=1, blocks=20, running=running((0, 1, 20)), used=20))
+    lower = view("lower", load(slots=1, blocks=20, running=running((-10, 1, 20)), used=20))
+    wanted = need(priority=10, tokens=BLOCK * 15)
+    assert place(wanted, two) == Placement(ReplicaId("two"), 15, victims=2)
+    assert place(wanted, two, one) == Placement(ReplicaId("one"), 15, victims=1)
+    assert place(wanted, two, one, lower) == Placement(ReplicaId("lower"), 15, victims=1)
+
+
+def test_victims_must_free_enough_blocks_together() -> None:
+    mixed = load(slots=4, blocks=20, running=running((-10, 1, 5), (10, 3, 15)), used=20)
+    assert place(need(priority=10, tokens=BLOCK * 5), view("r", mixed)) == Placement(ReplicaId("r"), 5, victims=1)
+    assert place(need(priority=10, tokens=BLOCK * 6), view("r", mixed)) is None
+
+
+def test_victims_that_more_urgent_work_has_claimed_are_not_counted_again() -> None:
+    """Two lower ones run; one more urgent request waits there and one was just sent: both victims are spoken for."""
+    engine = load(slots=2, running=running((-10, 2, 2)), waiting=running((10, 1, 0)), used=2)
+    assert place(need(priority=10), view("r", engine)) == Placement(ReplicaId("r"), 1, victims=1)
+    assert place(need(priority=10), view("r", engine, unreported=running((10, 1, 1)))) is None
+
+
+def test_lower_work_just_sent_can_be_a_victim() -> None:
+    placed = place(need(priority=10), view("r", load(slots=1), unreported=running((-10, 1, 1))))
+    assert placed == Placement(ReplicaId("r"), 1, victims=1)
+
+
+def test_replica_that_could_never_hold_all_of_it_is_not_chosen() -> None:
+    small, large = view("small", load(blocks=4)), view("large", load(blocks=5, used=4))
+    wanted = need(tokens=BLOCK, tokens_max=BLOCK * 4 + 1)
+    assert place(wanted, small, large) == Placement(ReplicaId("large"), 1)
+    assert too_large(wanted, [small])
+    assert not too_large(wanted, [small, large])
+    assert not too_large(wanted, []), "nothing known says nothing"
+
+
+def test_placements_never_exceed_what_a_replica_has_over_random_views() -> None:
+    """Brute force: take the victims one by one, each of its level's mean size, and see whether it fits."""
+    rng = random.Random(3)
+    free_seen = victims_seen = 0
+    for _ in range(3000):
+        slots, blocks = rng.randint(1, 6), rng.randint(4, 40)
+        levels = []
+        left_slots, left_blocks = slots, blocks
+        for priority in (-10, 0, 10):
+            count = rng.randint(0, left_slots)
+            each = rng.randint(1, max(1, left_blocks // count)) if count else 0
+            if count and count * each <= left_blocks:
+                levels.append((priority, count, count * each))
+                left_slots, left_blocks = left_slots - count, left_blocks - count * each
+        engine = load(slots, blocks, used=blocks - left_blocks, running=running(*levels))
+        wanted = need(rng.choice([-10, 0, 10]), BLOCK * rng.randint(1, blocks + 2))
+        placed = place(wanted, view("r", engine))
+        victims = sorted((p, b // n) for p, n, b in levels for _ in range(n) if p < wanted.priority)
+        free_slots, free_blocks, taken = left_slots, left_blocks, 0
+        while victims and not (free_slots >= 1 and free_blocks >= wanted.blocks(BLOCK)):
+            free_slots, free_blocks, taken = free_slots + 1, free_blocks + victims.pop(0)[1], taken + 1
+        if free_slots >= 1 and free_blocks >= wanted.blocks(BLOCK):
+            assert placed == Placement(ReplicaId("r"), wanted.blocks(BLOCK), taken)
+            free_seen, victims_seen = free_seen + (not taken), victims_seen + bool(taken)
+        else:
+            assert placed is None
+    assert free_seen > 200
+    assert victims_seen > 100
