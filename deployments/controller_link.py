@@ -26,13 +26,16 @@ _decode = msgspec.msgpack.Decoder(FromController).decode
 
 _FIRST_PAUSE_S = 0.05
 
+Find = Callable[[], Awaitable[tuple[str, int]]]
+"""Answers where the controller listens. Raises TimeoutError where nobody knows just now."""
+
 
 class ControllerLink:
     """`find` returns host and port; `identity` is asked anew for each hello; `on_up` is called before any message."""
 
     def __init__(
         self,
-        find: Callable[[], Awaitable[tuple[str, int]]],
+        find: Find,
         identity: Callable[[Generation | None], Identity],
         on_up: Callable[[], None],
         on_message: Callable[[FromController], None],

@@ -9,6 +9,7 @@ killed at any moment. Its generation is higher than any that its peers have seen
 
 from __future__ import annotations
 
+import os
 import uuid
 from dataclasses import dataclass, field
 
@@ -115,6 +116,7 @@ class ControllerServer:
         return ClusterStatus(
             ask_id=ask_id,
             controller_generation=self._generation,
+            controller_pid=os.getpid(),
             uptime_s=now - self._started_at,
             replicas=tuple(
                 ReplicaSummary(

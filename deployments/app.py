@@ -1,0 +1,38 @@
+"""The composition root: controller, replicas and router as one Serve application."""
+
+from __future__ import annotations
+
+from ray import serve
+from ray.serve import Application, Deployment
+
+from deployments.controller import Controller
+from deployments.replica import Replica
+from deployments.router import Router
+from deployments.settings import Instance
+
+APPLICATION = "forebay"
+
+
+def build(instance: Instance) -> Application:
+    """The application for `serve.run(..., name=APPLICATION, route_prefix=None)`.
+
+    Ray's CPU bookkeeping is left out (`num_cpus: 0`): on one machine the processes share its cores, and on a GPU node
+    the GPU is what is scheduled.
+    """
+    fields = instance.model_dump(mode="json")
+    grace_s = instance.profile.health.drain_timeout_s
+
+    def deployment(target: type, count: int) -> Deployment:
+        return serve.deployment(
+            name=target.__name__,
+            num_replicas=count,
+            ray_actor_options={"num_cpus": 0},
+            health_check_period_s=1,
+            health_check_timeout_s=10,
+            graceful_shutdown_wait_loop_s=0.1,
+            graceful_shutdown_timeout_s=grace_s + 10,
+        )(target)
+
+    controller = deployment(Controller, 1).bind(fields)
+    replicas = deployment(Replica, instance.profile.replicas).bind(fields, controller)
+    return deployment(Router, 1).bind(fields, controller, replicas)

@@ -1,0 +1,115 @@
+"""A replica without Ray: one engine, one listener for routers, one link to the controller.
+
+Owns: the composition and the life cycle; what is said on the links is replica_server.py's. The engine runs in a thread
+of this process. deployments/replica.py wraps it for Serve; tests run it as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from cluster.clock import SystemClock
+from cluster.messages import FromController, Granted, ReplicaHere, ReplicaStatus, RosterEntry, ToReplica
+from cluster.model import ModelFolder
+from cluster.ports import EnginePort
+from cluster.types import Generation, ReplicaId
+from deployments.controller_link import ControllerLink, Find
+from deployments.replica_server import ReplicaServer
+from deployments.settings import Instance
+from deployments.transport import Acceptor, Identity
+
+ROLES = frozenset({"router"})
+
+
+class ReplicaProcess:
+    """One incarnation of a replica. `load` makes its engine, in a thread; `on_death` hears why the engine ended."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        replica_id: ReplicaId,
+        find: Find,
+        load: Callable[[ModelFolder], EnginePort],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._profile = instance.profile
+        self._id = replica_id
+        self._load = load
+        self._on_death = on_death
+        self._secret = instance.secret()
+        self._model = ModelFolder.open(instance.model_folder, self._profile.served_name)
+        self._granted: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._here: ReplicaHere | None = None
+        self._acceptor: Acceptor | None = None
+        self._controller = ControllerLink(
+            find, self._hello_identity, self._controller_up, self._from_controller, self._profile.transport
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, host: str) -> None:
+        """Load the engine, get a generation, listen on `host`, and tell the controller where."""
+        self._tasks.append(asyncio.create_task(self._controller.run()))
+        # Loading takes seconds, in a thread so that health checks and the link to the controller go on.
+        self.engine = await asyncio.to_thread(self._load, self._model)
+        generation = await self._granted
+        self.server = ReplicaServer(self.engine, self._id, generation, self._profile.transport, SystemClock())
+        self.server.start(self._on_death)
+        identity = Identity("replica", self._id, self._secret, self._model.identity, generation)
+        self._acceptor = Acceptor(
+            lambda _: identity,
+            ROLES,
+            msgspec.msgpack.Decoder(ToReplica).decode,
+            self.server.accept,
+            self._profile.transport,
+        )
+        host, port = await self._acceptor.listen(host, 0, self._secret)
+        entry = RosterEntry(self._id, generation, host, port, self._model.name)
+        self._here = ReplicaHere(entry=entry, pid=os.getpid())
+        self._controller.send(self._here)
+        self._tasks.append(asyncio.create_task(self._tick()))
+
+    def _hello_identity(self, seen: Generation | None) -> Identity:
+        generation = self._granted.result() if self._granted.done() else None
+        return Identity("replica", self._id, self._secret, generation=generation, controller_generation_seen=seen)
+
+    def _controller_up(self) -> None:
+        if self._here is not None:
+            self._controller.send(self._here)
+
+    def _from_controller(self, message: FromController) -> None:
+        if isinstance(message, Granted) and not self._granted.done():
+            self._granted.set_result(message.generation)
+
+    async def _tick(self) -> None:
+        while True:
+            self.server.tick()
+            self._controller.send(ReplicaStatus(report=self.server.report(None)))
+            await asyncio.sleep(self._profile.transport.report_period_s)
+
+    def check(self) -> None:
+        """Raises RuntimeError where the engine has ended or a step does not: its progress, not the process's."""
+        progress = self.engine.progress()
+        if not progress.alive:
+            raise RuntimeError(f"the engine has ended: {progress.failure}")
+        limit_s = self._profile.health.step_age_limit_s
+        if progress.step_age_s is not None and progress.step_age_s > limit_s:
+            raise RuntimeError(f"a step has run for {progress.step_age_s:.1f} s, over the limit of {limit_s} s")
+
+    async def drain(self) -> None:
+        """Finish what has begun and take nothing new. Raises TimeoutError after `health.drain_timeout_s`."""
+        if self._acceptor is not None and self.engine.progress().alive:
+            async with asyncio.timeout(self._profile.health.drain_timeout_s):
+                await self.server.drain()
+
+    async def close(self) -> None:
+        """End the links and the engine."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._acceptor is not None:
+            await self._acceptor.close()
+            await asyncio.to_thread(self.engine.stop)

@@ -1,0 +1,41 @@
+"""The router as a Serve deployment: a thin wrapper around router_process.py.
+
+Serve's HTTP proxy is not used; Serve starts this process, watches it and starts it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from deployments.process import configure_logging, controller_finder
+from deployments.router_process import RouterProcess
+from deployments.settings import Instance
+
+
+class Router:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, instance_fields: dict[str, Any], controller: DeploymentHandle[Any], replicas: object
+    ) -> None:
+        del replicas  # named only so that the application has them
+        instance = Instance.model_validate(instance_fields)
+        configure_logging(instance)
+        self._process = RouterProcess(instance, controller_finder(controller))
+        await self._process.start()
+
+    async def url(self) -> str:
+        return self._process.url
+
+    async def drain(self) -> None:
+        await self._process.drain()
+
+    async def check_health(self) -> None:
+        """Serve asks every second; raising replaces this router."""
+        self._process.check()
+
+    async def __del__(self) -> None:
+        """Serve awaits this before it ends the router: accepted requests are finished first."""
+        if hasattr(self, "_process"):
+            await self._process.drain()
+            await self._process.close()

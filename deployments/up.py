@@ -1,0 +1,348 @@
+"""Forebay on this machine alone: a Ray cluster of its own, the application on it, and its end.
+
+Owns: what `forebay serve` does, from the checks before anything starts to the last process gone. Two instances on one
+machine share nothing: each has its own Ray cluster, token, secret and temporary folder.
+
+Invariant: whatever ends it (first Ctrl-C: streams finish; second: at once; an error while starting), every process and
+file that it made is gone afterwards, and no other process is touched: children are ended by pid, after their start time
+has been compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import psutil
+from cluster.engine.memory import memory_bytes
+
+from cluster.model import ModelFolder, ModelFolderError
+from cluster.smollm2 import ensure_smollm2
+from deployments.settings import Environment, Instance, Profile, UsageError
+
+_READY_TIMEOUT_S = 300.0
+_POLL_S = 0.1
+_CHILDREN_GRACE_S = 5.0
+_RAY_BYTES = 1 << 30
+"""What Ray's own processes, router and controller take on one machine, rounded up."""
+
+
+class InterruptedBySignalError(Exception):
+    """A signal came while something was awaited."""
+
+
+class Progress(Protocol):
+    """How phases are shown; see ops/serve_cli.py."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """A phase that lasts: yields a function that shows a detail."""
+        ...
+
+
+class Interrupts:
+    """Counts SIGINT and SIGTERM. Ray replaces handlers when it starts, so `install` is called after it again."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = threading.Event()
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.count += 1
+        self._event.set()
+
+    def check(self, seen: int = 0) -> None:
+        """Raises InterruptedBySignalError if more than `seen` signals have come."""
+        if self.count > seen:
+            raise InterruptedBySignalError
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Sleep until the next signal, or for `timeout_s`."""
+        self._event.wait(timeout_s)
+        self._event.clear()
+
+
+def preflight(profile: Profile, model: ModelFolder) -> None:
+    """Check what would otherwise fail late and obscurely.
+
+    Raises:
+        UsageError: the port is in use, memory is short, or the model cannot hold the configured length.
+    """
+    _check_port(profile.router.host, profile.router.port)
+    need = profile.replicas * memory_bytes(model, profile.engine) + _RAY_BYTES
+    have = psutil.virtual_memory().available
+    if need > have:
+        raise UsageError(
+            f"too little memory: {profile.replicas} replicas of {model.name} need about {need / 2**30:.1f} GiB, "
+            f"{have / 2**30:.1f} GiB are available; lower REPLICAS (--replicas), or DTYPE=bfloat16 (--dtype)"
+        )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Ray would report a port in use only after ten seconds, as a failed deployment."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UsageError(f"port {port} is in use on {host}; choose another with PORT=… (--port)") from error
+            raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def open_model(profile: Profile, environment: Environment) -> ModelFolder:
+    """The profile's model, or SmolLM2-135M-Instruct, converted once. Raises UsageError."""
+    try:
+        folder = profile.model if profile.model is not None else ensure_smollm2(environment.models_dir)
+        return ModelFolder.open(folder, profile.served_name)
+    except ModelFolderError as error:
+        raise UsageError(str(error)) from error
+
+
+class LocalInstance:
+    """One running Forebay with its own Ray cluster. Use as a context manager: leaving it ends everything."""
+
+    def __init__(self, profile: Profile, model: ModelFolder, environment: Environment) -> None:
+        self._profile = profile
+        self._model = model
+        self._environment = environment
+        self._children: dict[int, float] = {}
+        self._handle: Any = None
+        self._ray_started = False
+        self.interrupts = Interrupts()
+        self.url = ""
+        # Short, for Ray puts sockets deep below it and their paths may have 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="forebay-"))
+        self._state_file = environment.run_dir / f"{os.getpid()}.json"
+
+    def __enter__(self) -> LocalInstance:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end_hard()
+
+    # --- start ---
+
+    def start(self, progress: Progress) -> None:
+        """Start everything and return when the router says that a replica answers.
+
+        Raises:
+            InterruptedBySignalError: a signal came meanwhile.
+            RuntimeError: Ray or the application did not start; the message names the logs.
+        """
+        self.interrupts.install()
+        with progress.phase("Starting Ray"):
+            self._start_ray()
+        self.interrupts.check()
+        with progress.phase("Starting controller, router and replicas") as detail:
+            self._start_application(detail)
+        self._write_state()
+
+    def _start_ray(self) -> None:
+        token = self._folder / "ray-token"
+        for path, content in ((token, secrets.token_hex(32)), (self._folder / "secret", secrets.token_hex(32))):
+            path.touch(mode=0o600)
+            path.write_text(content)
+        os.environ.update(
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN_PATH=str(token),
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_DISABLE_IMPORT_WARNING="1",
+            OMP_NUM_THREADS="1",
+            # Workers run our processes, not tasks: none in advance.
+            RAY_prestart_worker_first_driver="0",
+        )
+        import ray
+
+        before = _children()
+        try:
+            self._ray_started = True
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, 2),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace="forebay",
+                object_store_memory=80 * 2**20,
+                _temp_dir=str(self._folder / "ray"),
+            )
+        finally:
+            self._note_children(before)
+            self.interrupts.install()
+
+    def _start_application(self, detail: Callable[[str], None]) -> None:
+        from ray import serve
+        from ray.serve._private.constants import SERVE_LOGGER_NAME
+
+        from deployments.app import APPLICATION, build
+
+        logging.getLogger(SERVE_LOGGER_NAME).setLevel(logging.ERROR)
+        instance = Instance(
+            profile=self._profile,
+            model_folder=self._model.path,
+            secret_path=self._folder / "secret",
+            log_level=self._environment.log_level,
+        )
+        serve.start(proxy_location="Disabled")
+        target = serve.RunTarget(target=build(instance), name=APPLICATION, route_prefix=None)
+        (self._handle,) = serve.run_many([target], wait_for_applications_running=False)
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while not self._ready(detail):
+            self.interrupts.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not ready after {_READY_TIMEOUT_S:.0f} s; logs: {self.logs}")
+            self.interrupts.wait(_POLL_S)
+
+    def _ready(self, detail: Callable[[str], None]) -> bool:
+        from ray import serve
+
+        from deployments.app import APPLICATION
+
+        application = serve.status().applications.get(APPLICATION)
+        if application is None:
+            return False
+        if application.status == "DEPLOY_FAILED":
+            raise RuntimeError(f"the application did not start: {application.message}\nlogs: {self.logs}")
+        states = application.deployments["Replica"].replica_states if application.deployments else {}
+        loaded = sum(count for state, count in states.items() if state == "RUNNING")
+        detail(f"{loaded} of {self._profile.replicas} replicas loaded")
+        self._note_children(set())
+        if application.status != "RUNNING":
+            return False
+        if not self.url:
+            self.url = self._handle.url.remote().result(timeout_s=10)
+        return _answers(f"{self.url}/ready")
+
+    @property
+    def logs(self) -> Path:
+        return self._folder / "ray" / "session_latest" / "logs"
+
+    def _write_state(self) -> None:
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
+        state = {"url": self.url, "pid": os.getpid(), "model": self._model.name, "logs": str(self.logs)}
+        self._state_file.write_text(json.dumps(state))
+
+    # --- end ---
+
+    def finish(self, progress: Progress) -> None:
+        """Let every accepted request finish, then end everything. Raises InterruptedBySignalError at the next signal."""
+        seen = self.interrupts.count
+        with progress.phase("Finishing streams (Ctrl-C again ends at once)"):
+            done = self._handle.drain.remote()
+            self._await(lambda: done.result(timeout_s=None), seen)
+        with progress.phase("Stopping"):
+            from ray import serve
+
+            self._await(serve.shutdown, seen)
+
+    def _await(self, function: Callable[[], object], seen: int) -> None:
+        """Run in a thread and watch for a signal."""
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.interrupts.check(seen)
+            thread.join(_POLL_S)
+        if failure:
+            logging.getLogger("forebay").warning("while stopping: %s", failure[0])
+
+    def _end_hard(self) -> None:
+        self._state_file.unlink(missing_ok=True)
+        if self._ray_started:
+            import ray
+
+            self._note_children(set())
+            ray.shutdown()
+            self._end_children()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _note_children(self, before: set[tuple[int, float]]) -> None:
+        """Remember whom we started: Ray's processes, and what those started since."""
+        for pid, started in _children() - before:
+            self._children[pid] = started
+        for pid, started in list(self._children.items()):
+            for process in _same(pid, started):
+                with contextlib.suppress(psutil.Error):
+                    for child in process.children(recursive=True):
+                        self._children[child.pid] = child.create_time()
+
+    def _end_children(self) -> None:
+        """Wait for them to end by themselves, then end the rest by pid."""
+        alive = [p for pid, started in self._children.items() for p in _same(pid, started)]
+        _, alive = psutil.wait_procs(alive, timeout=_CHILDREN_GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=_CHILDREN_GRACE_S)
+
+
+def _children() -> set[tuple[int, float]]:
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found.add((child.pid, child.create_time()))
+    return found
+
+
+def _same(pid: int, started: float) -> Iterator[psutil.Process]:
+    """The process of that pid, if it is still the one that was started then."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE:
+            yield process
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:  # noqa: S310 - our own http URL
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def running_instances(environment: Environment) -> list[dict[str, Any]]:
+    """State of this user's instances on this machine, newest first; files of dead ones are removed."""
+    found: list[tuple[float, dict[str, Any]]] = []
+    for path in environment.run_dir.glob("*.json"):
+        try:
+            state = json.loads(path.read_text())
+            alive = psutil.pid_exists(int(state["pid"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            alive = False
+            state = {}
+        if alive:
+            found.append((path.stat().st_mtime, state))
+        else:
+            path.unlink(missing_ok=True)
+    return [state for _, state in sorted(found, key=lambda item: -item[0])]

@@ -1,0 +1,1 @@
+"""Scripts that show one thing each against a running Forebay."""

@@ -1,0 +1,220 @@
+"""`forebay serve` and `forebay status`.
+
+Owns: how starting, running and stopping look on a terminal, and the table of a running instance. What is started and
+ended lies in deployments/up.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from deployments.settings import Environment, UsageError, load_profile
+from deployments.up import InterruptedBySignalError, LocalInstance, open_model, preflight, running_instances
+from ops.errors import CommandError
+
+_STATUS_TIMEOUT_S = 5.0
+
+
+class DTypeName(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def _ignore(detail: str) -> None:
+    del detail
+
+
+class PhaseProgress:
+    """Shows each phase with its time: a spinner on a terminal, two plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Callable[[str], None]]:
+        """See `deployments.up.Progress`."""
+        started = time.monotonic()
+        if self._console.is_terminal:
+            with self._console.status(name) as status:
+                yield lambda detail: status.update(f"{name}: {detail}")
+        else:
+            self._console.print(f"{name} …")
+            yield _ignore
+        self._console.print(f"[green]✓[/] {name} [dim]{time.monotonic() - started:.1f} s[/]", highlight=False)
+
+
+def serve(
+    profile: Annotated[
+        str, typer.Option(help="A name under deployments/profiles, or the path of a .yaml file.")
+    ] = "local",
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Engines, each in a process of its own.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model folder in Hugging Face form. [default: SmolLM2-135M-Instruct]")
+    ] = None,
+    dtype: Annotated[
+        DTypeName | None, typer.Option(help="float32 keeps exact resume; bfloat16 is faster and smaller.")
+    ] = None,
+) -> int:
+    """Start Forebay on this machine: a Ray cluster of its own, a controller, a router and replicas.
+
+    Ends with the URL and stays in the foreground. Ctrl-C once lets streams finish; twice ends at once.
+    """
+    started = time.monotonic()
+    console = Console(stderr=False)
+    progress = PhaseProgress(console)
+    wanted = {"router.port": port, "replicas": replicas, "model": model, "engine.dtype": dtype}
+    try:
+        environment = _environment()
+        settings = load_profile(profile, {key: value for key, value in wanted.items() if value is not None})
+        folder = open_model(settings, environment)
+        preflight(settings, folder)
+    except UsageError as error:
+        raise CommandError(str(error)) from error
+    with LocalInstance(settings, folder, environment) as instance:
+        try:
+            instance.start(progress)
+        except InterruptedBySignalError:
+            console.print("Interrupted while starting; ending what was started …")
+            return 130
+        except RuntimeError as error:
+            raise CommandError(str(error), exit_code=1) from error
+        _announce(console, instance.url, folder.name, f"{settings.replicas} replicas, {settings.engine.dtype}", started)
+        instance.interrupts.wait()
+        try:
+            instance.finish(progress)
+        except InterruptedBySignalError:
+            console.print("Ending at once …")
+            return 130
+    console.print("Stopped; nothing is left running.")
+    return 0
+
+
+def _announce(console: Console, url: str, model: str, what: str, started: float) -> None:
+    body = json.dumps(
+        {"model": model, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    )
+    console.print(
+        f"\n[bold]Forebay[/] serves {model} at [bold]{url}[/] ({what}), ready in {time.monotonic() - started:.1f} s\n",
+        highlight=False,
+    )
+    # Not wrapped: a person copies it.
+    print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)
+    console.print("Ctrl-C stops it: once, and streams finish first; twice, at once.", highlight=False)
+
+
+def status(
+    url: Annotated[
+        str | None, typer.Option(help="The router. [default: FOREBAY_URL, or the newest instance on this machine]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the router answered.")] = False,
+) -> None:
+    """Show a running Forebay: queue by priority, replicas with their load, and the controller."""
+    environment = _environment()
+    address = url or environment.url
+    if address is None:
+        instances = running_instances(environment)
+        if not instances:
+            raise CommandError(
+                "no instance of yours runs on this machine; start one with `forebay serve`, or give --url"
+            )
+        address = str(instances[0]["url"])
+    try:
+        answer = httpx.get(f"{address.rstrip('/')}/status", timeout=_STATUS_TIMEOUT_S)
+        answer.raise_for_status()
+        state = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise CommandError(f"no status from {address}: {str(error) or type(error).__name__}") from error
+    if as_json:
+        json.dump(state, sys.stdout, indent=2)
+        print()
+        return
+    _show(Console(), address, state)
+
+
+def _show(console: Console, address: str, state: dict[str, Any]) -> None:
+    cluster = state["cluster"]
+    console.print(
+        f"[bold]Router[/] {address}: {'ready' if state['router']['ready'] else '[red]not ready[/]'}", highlight=False
+    )
+    bands = Table("class", "priority", "queued", "running", box=None, pad_edge=False)
+    for column in bands.columns[1:]:
+        column.justify = "right"
+    for band in state["router"]["bands"]:
+        bands.add_row(
+            band["priority_class"], str(band["priority"]), str(band["queued_requests"]), str(band["running_requests"])
+        )
+    if bands.row_count:
+        console.print(bands)
+    else:
+        console.print("  no request in the queue or running", highlight=False)
+    if cluster is None:
+        console.print("[bold]Controller[/] [yellow]does not answer; routers and replicas go on without it[/]")
+        return
+    generation = cluster["controller_generation"]["number"]
+    console.print(
+        f"\n[bold]Controller[/] up {cluster['uptime_s']:.0f} s, generation {generation}, "
+        f"{len(cluster['replicas'])} replicas, {len(cluster['routers'])} routers",
+        highlight=False,
+    )
+    console.print(_replica_table(cluster["replicas"]))
+
+
+def _replica_table(replicas: list[dict[str, Any]]) -> Table:
+    table = Table(
+        "replica",
+        "pid",
+        "state",
+        "running",
+        "waiting",
+        "KV used",
+        "steps",
+        "preempted",
+        "report",
+        box=None,
+        pad_edge=False,
+    )
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for replica in replicas:
+        report = replica["report"]
+        cells = [replica["entry"]["replica_id"], str(replica["pid"])]
+        if report is None:
+            table.add_row(*cells, "[yellow]no report yet[/]")
+            continue
+        load = report["load"]
+        used = 1 - load["blocks_free"] / load["blocks_total"]
+        count = Counter({part: sum(p["requests"] for p in load[part]) for part in ("running", "waiting")})
+        table.add_row(
+            *cells,
+            report["state"],
+            f"{count['running']}/{load['slots_total']}",
+            str(count["waiting"]),
+            f"{used:.0%}",
+            str(load["steps_total"]),
+            str(load["preemptions_total"]),
+            f"{replica['report_age_s'] * 1000:.0f} ms ago",
+        )
+    return table
+
+
+def _environment() -> Environment:
+    try:
+        return Environment()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CommandError(f"FOREBAY_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}") from error

@@ -1,0 +1,263 @@
+"""Laws of the whole line, over real sockets with real engines: what a client sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cluster.metrics import IN_FLIGHT, PREEMPTIONS, QUEUED, REQUESTS
+from ops.examples.priority import demonstrate
+from tests.e2e.conftest import PROFILE, STEP_S
+from tests.line import Line, until
+
+SLOTS = PROFILE.replicas * PROFILE.engine.slots
+
+
+@pytest.fixture
+async def client(line: Line) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{line.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    fields = {"model": "tiny-llama", "prompt": "once upon a time", "temperature": 0, "ignore_eos": True, "stream": True}
+    return fields | changes
+
+
+@asynccontextmanager
+async def stream(client: httpx.AsyncClient, **changes: Any) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
+    """An open completion stream, as its events; leaving drops the connection."""
+    async with client.stream("POST", "/v1/completions", json=body(**changes)) as response:
+        assert response.status_code == 200, await response.aread()
+
+        async def events() -> AsyncIterator[dict[str, Any]]:
+            async for text in response.aiter_lines():
+                if text.startswith("data: ") and text != "data: [DONE]":
+                    yield json.loads(text[6:])
+
+        yield events()
+
+
+async def nothing_is_left(line: Line) -> float:
+    """Seconds until no block is used and no request is queued or in flight."""
+
+    async def left() -> tuple[float, ...]:
+        return (*line.blocks_used(), await line.metric(QUEUED), await line.metric(IN_FLIGHT))
+
+    _, waited_s = await until(left, lambda seen: not any(seen))
+    return waited_s
+
+
+# --- the API, with the official client ---
+
+
+async def test_chat_streams_the_text_that_it_answers_whole(client: openai.AsyncOpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Tell me a story"}]
+    whole = await client.chat.completions.create(
+        model="tiny-llama", messages=messages, temperature=0, max_tokens=24, extra_body={"ignore_eos": True}
+    )
+    chunks = [
+        chunk
+        async for chunk in await client.chat.completions.create(
+            model="tiny-llama",
+            messages=messages,
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+    ]
+    joined = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert joined == whole.choices[0].message.content != ""
+    assert chunks[0].choices[0].delta.role == whole.choices[0].message.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == 24
+
+
+async def test_a_seed_repeats_a_drawn_text_and_another_seed_does_not(client: openai.AsyncOpenAI) -> None:
+    async def draw(seed: int) -> str:
+        answer = await client.completions.create(
+            model="tiny-llama", prompt="once", temperature=1, seed=seed, max_tokens=24, extra_body={"ignore_eos": True}
+        )
+        return answer.choices[0].text
+
+    first, again, other = await asyncio.gather(draw(1), draw(1), draw(2))
+    assert first == again != other
+
+
+async def test_a_stop_string_ends_the_text_before_it_and_none_of_it_is_streamed(line: Line) -> None:
+    async def text(**changes: Any) -> tuple[str, str]:
+        joined, reason = "", ""
+        async with stream(line.client, max_tokens=40, **changes) as events:
+            async for event in events:
+                joined += event["choices"][0]["text"]
+                reason = event["choices"][0]["finish_reason"] or reason
+        return joined, reason
+
+    full, reason = await text()
+    assert reason == "length"
+    stop = full[20:26]
+    cut, reason = await text(stop=[stop])
+    assert (cut, reason) == (full[: full.index(stop)], "stop")
+
+
+async def test_models_health_ready_and_metrics_answer(line: Line, client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["tiny-llama"]
+    for path in ("/health", "/ready", "/metrics"):
+        assert (await line.client.get(path)).status_code == 200
+    status = (await line.client.get("/status")).json()
+    assert [r["entry"]["replica_id"] for r in status["cluster"]["replicas"]] == ["replica-0", "replica-1"]
+    assert {r["report"]["load"]["slots_total"] for r in status["cluster"]["replicas"]} == {PROFILE.engine.slots}
+
+
+async def test_errors_have_the_one_form(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.completions.create(model="gpt-9", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as empty:
+        await client.completions.create(model="tiny-llama", prompt="")
+    assert empty.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError) as disagree:
+        await client.completions.create(
+            model="tiny-llama", prompt="x", extra_body={"service_tier": "flex", "priority": -10}
+        )
+    assert "service_tier" in disagree.value.message
+    assert "priority" in disagree.value.message
+
+
+# --- priority ---
+
+
+async def test_urgent_work_starts_within_two_steps_though_64_streams_hold_every_slot(slow_line: Line) -> None:
+    """Two steps and its own prefill, which is one step here: at most three, of which one has begun before it came."""
+    result = await demonstrate(slow_line.url, flex_tokens=40)
+    assert result.slots == SLOTS == 64
+    assert result.preemptions == 1
+    assert result.texts_equal == 64
+    assert result.urgent_ttft_ms <= 3 * 1.5 * STEP_S * 1000
+
+
+async def test_equal_priority_never_preempts(slow_line: Line) -> None:
+    async def one(client: httpx.AsyncClient) -> None:
+        async with stream(client, max_tokens=12, service_tier="flex") as events:
+            async for _ in events:
+                pass
+
+    await asyncio.gather(*(one(slow_line.client) for _ in range(SLOTS + 8)))
+    assert await slow_line.metric(PREEMPTIONS) == 0
+    assert await slow_line.metric(REQUESTS, outcome="finished") == SLOTS + 8
+
+
+async def test_more_urgent_classes_leave_the_queue_first(slow_line: Line) -> None:
+    """All slots are held by urgent work, so that nothing is preempted and the order is the queue's alone."""
+    order: list[str] = []
+
+    async def one(tier: str, max_tokens: int) -> None:
+        async with stream(slow_line.client, max_tokens=max_tokens, service_tier=tier) as events:
+            first = True
+            async for _ in events:
+                if first:
+                    order.append(tier)
+                    first = False
+
+    fillers = [asyncio.create_task(one("priority", 40)) for _ in range(SLOTS)]
+    await until(lambda: slow_line.metric(IN_FLIGHT), lambda n: n == SLOTS)
+    waiting = []
+    for turn, tier in enumerate(("flex", "default", "priority"), start=1):
+        waiting += [asyncio.create_task(one(tier, 2)) for _ in range(4)]
+        await until(lambda: slow_line.metric(QUEUED), float(4 * turn).__eq__)
+    await asyncio.gather(*fillers, *waiting)
+    late = order[SLOTS:]
+    assert late.index("priority") < late.index("default") < late.index("flex")
+    assert late[:4] == ["priority"] * 4
+
+
+# --- clients that leave ---
+
+
+async def test_a_client_that_leaves_while_decoding_frees_its_blocks_within_a_second(slow_line: Line) -> None:
+    async with stream(slow_line.client, max_tokens=500) as events:
+        await anext(events)
+        assert sum(slow_line.blocks_used()) > 0
+    assert await nothing_is_left(slow_line) < 1.0
+    assert await slow_line.metric(REQUESTS, outcome="cancelled") == 1
+
+
+async def test_a_client_that_leaves_in_prefill_frees_its_blocks_within_a_second(slow_line: Line) -> None:
+    """960 tokens at 64 a step are 15 steps, close to a second: it leaves when the first have run."""
+    prompt = list(range(10, 970))
+    task = asyncio.create_task(slow_line.client.post("/v1/completions", json=body(prompt=prompt, max_tokens=2)))
+
+    async def used() -> int:
+        return sum(slow_line.blocks_used())
+
+    await until(used, lambda blocks: blocks > 0)
+    assert not task.done()
+    task.cancel()
+    assert await nothing_is_left(slow_line) < 1.0
+    assert await slow_line.metric(REQUESTS, outcome="cancelled") == 1
+    assert sum(r.engine.progress().load.tokens_total for r in slow_line.replicas) == 0
+
+
+async def test_a_client_that_leaves_the_queue_never_reaches_a_replica(slow_line: Line) -> None:
+    fillers = [
+        asyncio.create_task(slow_line.client.post("/v1/completions", json=body(max_tokens=30, stream=False)))
+        for _ in range(SLOTS)
+    ]
+    await until(lambda: slow_line.metric(IN_FLIGHT), lambda n: n == SLOTS)
+    queued = asyncio.create_task(slow_line.client.post("/v1/completions", json=body(max_tokens=30)))
+    await until(lambda: slow_line.metric(QUEUED), lambda n: n == 1)
+    queued.cancel()
+    _, waited_s = await until(lambda: slow_line.metric(QUEUED), lambda n: n == 0)
+    assert waited_s < 1.0
+    await asyncio.gather(*fillers)
+    adds = sum(r.engine.progress().load.adds_total for r in slow_line.replicas)
+    assert adds == SLOTS
+    assert await nothing_is_left(slow_line) < 1.0
+
+
+@pytest.mark.slow
+async def test_blocks_are_conserved_over_1000_random_requests_of_which_300_are_dropped(line: Line) -> None:
+    rng = random.Random(7)
+    gate = asyncio.Semaphore(100)
+    plans = [
+        {
+            "drop_after": rng.randrange(0, 20) if i % 10 < 3 else None,
+            "prompt": [rng.randrange(10, 1000) for _ in range(rng.randrange(1, 200))],
+            "max_tokens": rng.randrange(1, 24),
+            "temperature": rng.choice([0, 1]),
+            "service_tier": rng.choice(["flex", "default", "priority"]),
+        }
+        for i in range(1000)
+    ]
+
+    async def one(plan: dict[str, Any]) -> str:
+        drop_after = plan.pop("drop_after")
+        got = 0
+        async with gate, stream(line.client, **plan) as events:
+            async for event in events:
+                if drop_after is not None and got >= drop_after:
+                    return "dropped"
+                got += 1
+                assert "error" not in event
+        return "finished"
+
+    ends = await asyncio.gather(*(one(plan) for plan in plans))
+    assert await nothing_is_left(line) < 2.0
+    seen = {o: await line.metric(REQUESTS, outcome=o) for o in ("finished", "cancelled")}
+    assert sum(seen.values()) == await line.metric(REQUESTS) == 1000
+    # A stream may end between the last event that its client read and the drop.
+    assert ends.count("dropped") >= seen["cancelled"] > 0
+    for replica in line.replicas:
+        replica.engine._engine.check_integrity()  # type: ignore[attr-defined]

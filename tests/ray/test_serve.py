@@ -1,0 +1,235 @@
+"""`forebay serve` as a person runs it: on Ray, with processes that die and signals that come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from cluster.model import ModelFolder
+from tests.line import until
+from tests.ray.conftest import Served, served
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STREAMS = 64
+TOKENS = 400
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    fields = {"model": "tiny-llama", "prompt": "once", "temperature": 0, "ignore_eos": True, "stream": True}
+    return fields | {"max_tokens": TOKENS} | changes
+
+
+class Reader:
+    """One stream read to its end: its text, its events, and whether it ended as streams must."""
+
+    def __init__(self, client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+        self.text = ""
+        self.events = 0
+        self.errors: list[dict[str, Any]] = []
+        self.done = False
+        self.begun = asyncio.Event()
+        self.task = asyncio.create_task(self._read(client, fields))
+
+    async def _read(self, client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+        async with client.stream("POST", "/v1/completions", json=fields) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    self.done = True
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    self.errors.append(event)
+                    continue
+                self.events += 1
+                self.begun.set()
+                self.text += event["choices"][0]["text"]
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=200)
+    return httpx.AsyncClient(base_url=url, timeout=120, limits=limits)
+
+
+def served_name(model: ModelFolder) -> str:
+    return model.path.name
+
+
+async def test_a_killed_replica_costs_no_stream_its_text_and_comes_back_and_is_used(
+    instance: Served, tiny_model: ModelFolder
+) -> None:
+    model = served_name(tiny_model)
+    async with client_of(instance.url) as client:
+        reference = (await client.post("/v1/completions", json=body(model=model, stream=False))).json()
+        text = reference["choices"][0]["text"]
+        readers = [Reader(client, body(model=model)) for _ in range(STREAMS)]
+        await asyncio.gather(*(reader.begun.wait() for reader in readers))
+        before = instance.replicas()
+        victim, pid = sorted(before.items())[0]
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*(reader.task for reader in readers))
+        for reader in readers:
+            assert reader.done != bool(reader.errors), "a stream ends with [DONE] or with one error, never silently"
+            assert len(reader.errors) <= 1
+        assert [r.text == text for r in readers if r.done].count(False) == 0
+        assert sum(r.done for r in readers) == STREAMS, "what ran on the killed replica goes on elsewhere"
+
+        async def replicas() -> dict[str, int]:
+            return instance.replicas()
+
+        after, _ = await until(replicas, lambda now: len(now) == 2 and victim not in now, within_s=60)
+        (newcomer,) = set(after) - set(before)
+
+        async def newcomer_steps() -> int:
+            await asyncio.gather(
+                *(client.post("/v1/completions", json=body(model=model, max_tokens=4, stream=False)) for _ in range(8))
+            )
+            reports = {r["entry"]["replica_id"]: r["report"] for r in instance.status()["cluster"]["replicas"]}
+            return int(reports[newcomer]["load"]["tokens_total"]) if reports.get(newcomer) else 0
+
+        await until(newcomer_steps, lambda tokens: tokens > 0, within_s=30)
+
+
+async def test_streams_go_on_while_the_controller_is_dead_and_it_comes_back(
+    instance: Served, tiny_model: ModelFolder
+) -> None:
+    model = served_name(tiny_model)
+    async with client_of(instance.url) as client:
+        readers = [Reader(client, body(model=model, max_tokens=900)) for _ in range(8)]
+        await asyncio.gather(*(reader.begun.wait() for reader in readers))
+        cluster = instance.status()["cluster"]
+        generation = cluster["controller_generation"]["number"]
+        os.kill(cluster["controller_pid"], signal.SIGKILL)
+        (answer,) = (await client.post("/v1/completions", json=body(model=model, max_tokens=3, stream=False))).json()[
+            "choices"
+        ]
+        assert answer["finish_reason"] == "length"
+        await asyncio.gather(*(reader.task for reader in readers))
+        assert all(reader.done for reader in readers)
+
+        async def status() -> dict[str, Any]:
+            return instance.status()
+
+        again, _ = await until(
+            status, lambda s: s["cluster"] is not None and len(s["cluster"]["replicas"]) == 2, within_s=30
+        )
+        assert again["cluster"]["controller_generation"]["number"] > generation
+
+
+def test_ctrl_c_lets_streams_finish_and_leaves_nothing(tiny_model: ModelFolder, tmp_path: Path) -> None:
+    async def run(instance: Served) -> list[Reader]:
+        async with client_of(instance.url) as client:
+            readers = [Reader(client, body(model=served_name(tiny_model), max_tokens=900)) for _ in range(8)]
+            await asyncio.gather(*(reader.begun.wait() for reader in readers))
+            instance.interrupt()
+
+            async def refused() -> int:
+                return (await client.post("/v1/completions", json=body(max_tokens=1))).status_code
+
+            await until(refused, lambda code: code == 503, within_s=10)
+            await asyncio.gather(*(reader.task for reader in readers))
+            return readers
+
+    with served(tiny_model, tmp_path) as instance:
+        family = instance.family()
+        readers = asyncio.run(run(instance))
+        assert [reader.done for reader in readers] == [True] * 8
+        assert instance.wait(60) == 0, instance.output.read_text()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+    assert list((tmp_path / "cache" / "run").glob("*")) == []
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tiny_model: ModelFolder, tmp_path: Path) -> None:
+    async def run(instance: Served) -> float:
+        async with client_of(instance.url) as client:
+            readers = [Reader(client, body(model=served_name(tiny_model), max_tokens=900)) for _ in range(STREAMS)]
+            await asyncio.gather(*(reader.begun.wait() for reader in readers))
+            instance.interrupt()
+            await asyncio.sleep(0.3)
+            started = time.monotonic()
+            instance.interrupt()
+            code = await asyncio.to_thread(instance.wait, 30)
+            assert code == 130, instance.output.read_text()
+            await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
+            assert not all(reader.done for reader in readers)
+            return time.monotonic() - started
+
+    with served(tiny_model, tmp_path) as instance:
+        family = instance.family()
+        assert asyncio.run(run(instance)) < 10
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def test_two_instances_do_not_disturb_each_other(instance: Served, tiny_model: ModelFolder, tmp_path: Path) -> None:
+    def answer(of: Served) -> str:
+        fields = body(model=served_name(tiny_model), max_tokens=8, stream=False)
+        return str(httpx.post(f"{of.url}/v1/completions", json=fields, timeout=30).raise_for_status().json()["choices"])
+
+    before = answer(instance)
+    with served(tiny_model, tmp_path, "--replicas", "1") as second:
+        assert second.url != instance.url
+        assert answer(second) == answer(instance) == before
+        assert len(second.replicas()) == 1
+        assert len(instance.replicas()) == 2
+    assert answer(instance) == before
+    assert len(instance.replicas()) == 2
+
+
+def test_status_shows_the_replicas_and_as_json_what_the_router_answered(instance: Served) -> None:
+    command = [sys.executable, "-m", "ops.cli", "status", "--url", instance.url]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    state = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, timeout=60).stdout
+    )
+    for replica in state["cluster"]["replicas"]:
+        assert replica["entry"]["replica_id"] in shown
+    assert "0/32" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--port", "{port}"], "port {port} is in use"),
+        (["--model", "{folder}"], "no config.json"),
+        (["--model", "/nonexistent"], "is not a folder"),
+        (["--replicas", "100000"], "too little memory"),
+        (["--profile", "nope"], "no profile 'nope'"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line_and_exit_code_2(
+    arguments: list[str], named: str, tiny_model: ModelFolder, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        fill = {"port": str(taken.getsockname()[1]), "folder": str(tmp_path)}
+        options = [a.format(**fill) for a in arguments]
+        if "--model" not in options:
+            options += ["--model", str(tiny_model.path)]
+        ended = subprocess.run(
+            [sys.executable, "-m", "ops.cli", "serve", *options],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert named.format(**fill) in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
