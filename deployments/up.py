@@ -172,6 +172,8 @@ class LocalInstance:
             RAY_USAGE_STATS_ENABLED="0",
             RAY_DISABLE_IMPORT_WARNING="1",
             OMP_NUM_THREADS="1",
+            # Ray would run workers at niceness 15: whatever else the machine does would come before urgent requests.
+            RAY_worker_niceness="0",
             # Workers run our processes, not tasks: none in advance.
             RAY_prestart_worker_first_driver="0",
         )

@@ -1,0 +1,70 @@
+"""How much memory one replica of the embedded engine takes, from the model's files alone.
+
+Owns: the estimate that a launcher makes before it starts anything. Imports no torch: it reads config.json and the
+headers of the weights. Invariant: it names every term that grows with the model or the configuration; the rest is one
+measured constant.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+from cluster.config import DType, EngineConfig
+from cluster.model import ModelFolder, ModelFolderError
+
+DTYPE_BYTES = {DType.FLOAT32: 4, DType.BFLOAT16: 2}
+PROCESS_BYTES = 600 * 2**20
+"""A replica's process without a model: Python, Ray's worker, torch, transformers and torch's scratch memory."""
+BYTES_PER_LOGIT = 32
+"""Logits of a step in float32, their weights, and their running sums in float64, while tokens are drawn."""
+
+
+def memory_bytes(model: ModelFolder, config: EngineConfig) -> int:
+    """Resident bytes of one replica: weights, KV pool, a step's logits, and the process itself.
+
+    Raises:
+        ModelFolderError: the configuration or a weight file does not say what is needed.
+    """
+    size = DTYPE_BYTES[config.dtype]
+    parameters = _parameters(model)
+    settings = _settings(model)
+    try:
+        heads, hidden = int(settings["num_attention_heads"]), int(settings["hidden_size"])
+        layers = int(settings["num_hidden_layers"])
+        kv_heads = int(settings.get("num_key_value_heads") or heads)
+        head_dim = int(settings.get("head_dim") or hidden // heads)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelFolderError(f"{model.path}/config.json lacks or has an odd {error}") from error
+    if settings.get("tie_word_embeddings"):
+        parameters += model.vocab_size * hidden  # the output layer is laid out anew, beside the embedding
+    kv_bytes_per_token = 2 * layers * kv_heads * head_dim * size
+    return (
+        parameters * size
+        + config.blocks * config.block_size_tokens * kv_bytes_per_token
+        + config.slots * model.vocab_size * BYTES_PER_LOGIT
+        + PROCESS_BYTES
+    )
+
+
+def _settings(model: ModelFolder) -> dict[str, Any]:
+    """The language model's settings; multimodal configurations hold them in a part of their own."""
+    settings: dict[str, Any] = json.loads((model.path / "config.json").read_bytes())
+    text = settings.get("text_config")
+    return settings | text if isinstance(text, dict) else settings
+
+
+def _parameters(model: ModelFolder) -> int:
+    """Numbers in all weight files. A safetensors file begins with the length of its JSON header, then the header."""
+    total = 0
+    for file in sorted(model.path.glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header = json.loads(opened.read(min(length, file.stat().st_size)))
+            total += sum(int(math.prod(tensor["shape"])) for name, tensor in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, AttributeError, struct.error) as error:
+            raise ModelFolderError(f"{file} is no safetensors file: {error}") from error
+    return total

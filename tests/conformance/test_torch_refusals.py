@@ -1,0 +1,170 @@
+"""Models that the torch backend would compute wrongly, or cannot read, are refused when they are loaded, in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from cluster.config import EngineConfig
+from cluster.engine.torch.attention import ShapeProbe, UnsupportedAttentionError, paged_attention
+from cluster.engine.torch.backend import TorchBackend
+from cluster.model import ModelFolder, ModelFolderError
+from tests.tiny_model import make_tiny_llama
+
+CONFIG = EngineConfig(slots=4, step_token_budget=16, block_size_tokens=4, blocks=64, max_model_len=256)
+
+
+def refusal(model: ModelFolder, config: EngineConfig = CONFIG) -> str:
+    with pytest.raises(ModelFolderError) as caught:
+        TorchBackend(model, config)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def saved(model: PreTrainedModel, folder: Path, tiny_model: ModelFolder) -> ModelFolder:
+    """Another architecture's folder; the tokenizer does not matter here."""
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tiny_model.tokenizer_path.read_bytes())
+    return ModelFolder.open(folder)
+
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def test_soft_capped_attention_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
+    model = Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=16, intermediate_size=32))
+    assert "soft-capped" in refusal(saved(model, tmp_path, tiny_model))
+
+
+def test_attention_sinks_are_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
+    config = GptOssConfig(
+        **SMALL,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+    assert "attention sinks" in refusal(saved(GptOssForCausalLM(config), tmp_path, tiny_model))
+
+
+def test_alibi_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2))
+    assert "BloomForCausalLM" in refusal(saved(model, tmp_path, tiny_model))
+
+
+def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
+    model = FalconForCausalLM(FalconConfig(**SMALL, alibi=False))
+    assert "attention cannot be replaced" in refusal(saved(model, tmp_path, tiny_model))
+
+
+def test_an_argument_of_attention_that_nobody_here_knows_is_refused() -> None:
+    part = torch.zeros((1, 1, 1, 8))
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    plain = {"position_ids": torch.zeros((1, 1)), "use_cache": False, "step": ShapeProbe()}
+    paged_attention(module, part, part, part, None, **plain)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedAttentionError, match="new_feature"):
+        paged_attention(module, part, part, part, None, **plain, new_feature=1)  # type: ignore[arg-type]
+
+
+def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
+    config = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
+    assert "encoder" in refusal(saved(T5ForConditionalGeneration(config), tmp_path, tiny_model))
+
+
+def test_a_model_without_attention_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2)
+    assert "layers of linear_attention" in refusal(saved(MambaForCausalLM(config), tmp_path, tiny_model))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_other_sequences_are_refused_beyond_their_plain_range(
+    tmp_path: Path, rope_type: str
+) -> None:
+    scaling = {"rope_type": rope_type, "factor": 2.0, "original_max_position_embeddings": 128}
+    if rope_type == "longrope":
+        scaling |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    model = make_tiny_llama(tmp_path / "model", rope_scaling=scaling, max_position_embeddings=128)
+    short = CONFIG.model_copy(update={"max_model_len": 128})
+    TorchBackend(model, short)
+    longer = make_tiny_llama(tmp_path / "longer", rope_scaling=scaling, max_position_embeddings=256)
+    assert "rotary positions that change beyond 128 tokens" in refusal(longer)
+
+
+def test_a_length_that_the_model_was_not_made_for_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path, max_position_embeddings=128)
+    assert "lower max_model_len (256)" in refusal(model)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "quantised weights" in refusal(model)
+
+
+def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
+    model = make_tiny_llama(
+        tmp_path,
+        model_type="made_up",
+        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    )
+    (tmp_path / "evil.py").write_text("raise SystemExit('this was run')\n")
+    assert "cannot be loaded" in refusal(model)
+
+
+def test_a_missing_tensor_is_refused_rather_than_made_up(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.2.mlp.up_proj.weight" in refusal(model)
+
+
+def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.self_attn.sinks"] = np.zeros(8, np.float32)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "model.layers.0.self_attn.sinks" in refusal(model)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"intermediate_size": 700}))
+    assert "_proj.weight" in refusal(model)
+
+
+def test_weights_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "cannot be loaded" in refusal(model)
+
+
+def test_refusals_leave_no_thread_setting_behind() -> None:
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()

@@ -1,0 +1,26 @@
+"""Fixtures shared by all suites: the models that tests run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cluster.model import ModelFolder
+from cluster.smollm2 import default_model_cache, ensure_smollm2
+from tests.tiny_model import make_tiny_llama
+
+# Read by torch when it is first imported, here and in processes that tests start: several suites share two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """A random-weight Llama of 3.4 million parameters; see tests/tiny_model.py."""
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelFolder:
+    """SmolLM2-135M-Instruct, converted once into the user's cache. For tests marked slow."""
+    return ModelFolder.open(ensure_smollm2(default_model_cache(os.environ)), name="SmolLM2-135M-Instruct")

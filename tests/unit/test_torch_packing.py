@@ -1,0 +1,58 @@
+"""Packed linear layers compute what the layers that they replace compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cluster.engine.torch import packing
+from cluster.engine.torch.packing import PackedLinear, can_pack, pack_linears
+
+
+class Doubled(nn.Linear):
+    """A subclass with a meaning of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def net(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(40, 32)
+    tied = nn.Linear(32, 40, bias=False)
+    tied.weight = embedding.weight
+    return nn.Sequential(
+        embedding, nn.Linear(32, 72), nn.Sequential(nn.Linear(72, 32, bias=False)), Doubled(32, 32), tied
+    ).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("tokens", [1, 5, 64, 129])
+def test_packed_layers_give_what_they_replace(dtype: torch.dtype, tolerance: float, tokens: int) -> None:
+    if not can_pack(dtype):
+        pytest.skip(f"this processor packs no {dtype}")
+    model = net(dtype)
+    token_ids = torch.arange(tokens)[None] % 40
+    with torch.inference_mode():
+        before = model(token_ids)
+        assert pack_linears(model) == 3
+        after = model(token_ids)
+    assert [type(m) for m in model.modules()].count(PackedLinear) == 3
+    torch.testing.assert_close(after, before, atol=tolerance, rtol=tolerance)
+
+
+def test_subclasses_and_tied_embeddings_are_kept() -> None:
+    model = net(torch.float32)
+    embedding = model.get_parameter("0.weight").clone()
+    pack_linears(model)
+    assert type(model.get_submodule("3")) is Doubled
+    assert torch.equal(model.get_parameter("0.weight"), embedding)
+
+
+def test_other_dtypes_and_a_torch_without_the_operators_leave_the_model_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert pack_linears(net(torch.float64)) == 0
+    monkeypatch.setattr(packing, "OPERATORS", ("_no_such_operator",))
+    assert pack_linears(net(torch.float32)) == 0
