@@ -30,8 +30,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 import psutil
-from cluster.engine.memory import memory_bytes
 
+from cluster.engine.memory import memory_bytes
 from cluster.model import ModelFolder, ModelFolderError
 from cluster.smollm2 import ensure_smollm2
 from deployments.settings import Environment, Instance, Profile, UsageError
