@@ -175,7 +175,7 @@ class ReplicaServer:
         request, attempt = add.request, add.attempt
         key = (request.request_id, attempt)
         latest = session.latest_attempt.get(request.request_id, -1)
-        if attempt <= latest:
+        if attempt <= latest or key in session.outbox:
             return  # a repeat, or an attempt that a later one has replaced
         if latest >= 0:
             self._end_attempt(session, (request.request_id, latest))
@@ -238,9 +238,7 @@ class ReplicaServer:
         """The present state, as `session` needs it; `load` is the engine's newest unless one is given."""
         progress = self._engine.progress()
         load = load or progress.load
-        while self._adds_unapplied and self._adds_unapplied[0][0] <= load.adds_total:
-            _, owner, sequence = self._adds_unapplied.popleft()
-            owner.applied_sequence = max(owner.applied_sequence, sequence)
+        self._count_applied(load)
         return ReplicaReport(
             replica_id=self._replica_id,
             generation=self._generation,
@@ -250,6 +248,12 @@ class ReplicaServer:
             step_age_s=progress.step_age_s,
             applied_sequence=session.applied_sequence if session is not None else 0,
         )
+
+    def _count_applied(self, load: EngineLoad) -> None:
+        """Note which adds `load` counts; the engine takes them in the order in which they were sent to it."""
+        while self._adds_unapplied and self._adds_unapplied[0][0] <= load.adds_total:
+            _, owner, sequence = self._adds_unapplied.popleft()
+            owner.applied_sequence = max(owner.applied_sequence, sequence)
 
     def flush(self, session: RouterSession, load: EngineLoad | None = None) -> None:
         """Send what this router has coming, with a report; or keep it, bounded, while it cannot take more."""

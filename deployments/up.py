@@ -38,6 +38,9 @@ from deployments.settings import Environment, Instance, Profile, UsageError
 
 _READY_TIMEOUT_S = 300.0
 _POLL_S = 0.1
+_WATCH_S = 2.0
+_RAY_PROCESSES = frozenset({"raylet", "gcs_server"})
+"""Without these nothing works; Serve starts everything else again by itself."""
 _CHILDREN_GRACE_S = 5.0
 _RAY_BYTES = 1 << 30
 """What Ray's own processes, router and controller take on one machine, rounded up."""
@@ -130,6 +133,7 @@ class LocalInstance:
         self._model = model
         self._environment = environment
         self._children: dict[int, float] = {}
+        self._ray_processes: dict[str, tuple[int, float]] = {}
         self._handle: Any = None
         self._ray_started = False
         self.interrupts = Interrupts()
@@ -159,6 +163,7 @@ class LocalInstance:
         self.interrupts.check()
         with progress.phase("Starting controller, router and replicas") as detail:
             self._start_application(detail)
+        self._note_children(set())
         self._write_state()
 
     def _start_ray(self) -> None:
@@ -195,6 +200,10 @@ class LocalInstance:
         finally:
             self._note_children(before)
             self.interrupts.install()
+        for pid, started in self._children.items():
+            for process in _same(pid, started):
+                if process.name() in _RAY_PROCESSES:
+                    self._ray_processes[process.name()] = (pid, started)
 
     def _start_application(self, detail: Callable[[str], None]) -> None:
         from ray import serve
@@ -232,7 +241,6 @@ class LocalInstance:
         states = application.deployments["Replica"].replica_states if application.deployments else {}
         loaded = sum(count for state, count in states.items() if state == "RUNNING")
         detail(f"{loaded} of {self._profile.replicas} replicas loaded")
-        self._note_children(set())
         if application.status != "RUNNING":
             return False
         if not self.url:
@@ -247,6 +255,19 @@ class LocalInstance:
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
         state = {"url": self.url, "pid": os.getpid(), "model": self._model.name, "logs": str(self.logs)}
         self._state_file.write_text(json.dumps(state))
+
+    def run(self) -> None:
+        """Return at the next signal.
+
+        Raises:
+            RuntimeError: Ray's own processes ended meanwhile.
+        """
+        while not self.interrupts.count:
+            gone = [name for name, (pid, started) in self._ray_processes.items() if not any(_same(pid, started))]
+            if gone:
+                raise RuntimeError(f"Ray has ended ({', '.join(gone)}); what it served is gone with it")
+            self._note_children(set())
+            self.interrupts.wait(_WATCH_S)
 
     # --- end ---
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from deployments.settings import Environment, UsageError, load_profile
 from deployments.up import InterruptedBySignalError, LocalInstance, open_model, preflight, running_instances
 from ops.errors import CommandError
+from ops.report import console
 
 _STATUS_TIMEOUT_S = 5.0
 
@@ -54,7 +55,7 @@ class PhaseProgress:
         else:
             self._console.print(f"{name} …")
             yield _ignore
-        self._console.print(f"[green]✓[/] {name} [dim]{time.monotonic() - started:.1f} s[/]", highlight=False)
+        self._console.print(f"[green]✓[/] {name} [dim]{time.monotonic() - started:.1f} s[/]")
 
 
 def serve(
@@ -75,8 +76,8 @@ def serve(
     Ends with the URL and stays in the foreground. Ctrl-C once lets streams finish; twice ends at once.
     """
     started = time.monotonic()
-    console = Console(stderr=False)
-    progress = PhaseProgress(console)
+    out = console()
+    progress = PhaseProgress(out)
     wanted = {"router.port": port, "replicas": replicas, "model": model, "engine.dtype": dtype}
     try:
         environment = _environment()
@@ -89,32 +90,34 @@ def serve(
         try:
             instance.start(progress)
         except InterruptedBySignalError:
-            console.print("Interrupted while starting; ending what was started …")
+            out.print("Interrupted while starting; ending what was started …")
             return 130
         except RuntimeError as error:
             raise CommandError(str(error), exit_code=1) from error
-        _announce(console, instance.url, folder.name, f"{settings.replicas} replicas, {settings.engine.dtype}", started)
-        instance.interrupts.wait()
+        _announce(out, instance.url, folder.name, f"{settings.replicas} replicas, {settings.engine.dtype}", started)
         try:
+            instance.run()
             instance.finish(progress)
         except InterruptedBySignalError:
-            console.print("Ending at once …")
+            out.print("Ending at once …")
             return 130
-    console.print("Stopped; nothing is left running.")
+        except RuntimeError as error:
+            raise CommandError(str(error), exit_code=1) from error
+    out.print("Stopped; nothing is left running.")
     return 0
 
 
-def _announce(console: Console, url: str, model: str, what: str, started: float) -> None:
+def _announce(out: Console, url: str, model: str, what: str, started: float) -> None:
     body = json.dumps(
         {"model": model, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     )
-    console.print(
+    out.print(
         f"\n[bold]Forebay[/] serves {model} at [bold]{url}[/] ({what}), ready in {time.monotonic() - started:.1f} s\n",
         highlight=False,
     )
     # Not wrapped: a person copies it.
     print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)
-    console.print("Ctrl-C stops it: once, and streams finish first; twice, at once.", highlight=False)
+    out.print("Ctrl-C stops it: once, and streams finish first; twice, at once.")
 
 
 def status(
@@ -143,14 +146,12 @@ def status(
         json.dump(state, sys.stdout, indent=2)
         print()
         return
-    _show(Console(), address, state)
+    _show(console(), address, state)
 
 
-def _show(console: Console, address: str, state: dict[str, Any]) -> None:
+def _show(out: Console, address: str, state: dict[str, Any]) -> None:
     cluster = state["cluster"]
-    console.print(
-        f"[bold]Router[/] {address}: {'ready' if state['router']['ready'] else '[red]not ready[/]'}", highlight=False
-    )
+    out.print(f"[bold]Router[/] {address}: {'ready' if state['router']['ready'] else '[red]not ready[/]'}")
     bands = Table("class", "priority", "queued", "running", box=None, pad_edge=False)
     for column in bands.columns[1:]:
         column.justify = "right"
@@ -159,19 +160,19 @@ def _show(console: Console, address: str, state: dict[str, Any]) -> None:
             band["priority_class"], str(band["priority"]), str(band["queued_requests"]), str(band["running_requests"])
         )
     if bands.row_count:
-        console.print(bands)
+        out.print(bands)
     else:
-        console.print("  no request in the queue or running", highlight=False)
+        out.print("  no request in the queue or running")
     if cluster is None:
-        console.print("[bold]Controller[/] [yellow]does not answer; routers and replicas go on without it[/]")
+        out.print("[bold]Controller[/] [yellow]does not answer; routers and replicas go on without it[/]")
         return
     generation = cluster["controller_generation"]["number"]
-    console.print(
+    out.print(
         f"\n[bold]Controller[/] up {cluster['uptime_s']:.0f} s, generation {generation}, "
         f"{len(cluster['replicas'])} replicas, {len(cluster['routers'])} routers",
         highlight=False,
     )
-    console.print(_replica_table(cluster["replicas"]))
+    out.print(_replica_table(cluster["replicas"]))
 
 
 def _replica_table(replicas: list[dict[str, Any]]) -> Table:

@@ -49,6 +49,8 @@ class PriorityResult:
     step_ms: float
     """Median time between two tokens of the streams that filled the slots."""
     preemptions: int
+    flex_ended_before_it: int
+    """Streams of the fillers that had ended when the urgent one began: slots that were not taken from anybody."""
     texts_equal: int
 
 
@@ -91,7 +93,11 @@ async def demonstrate(url: str, flex_tokens: int = 120, urgent_tokens: int = 8) 
         await asyncio.gather(*(first.wait() for first in started))
         if await _preemptions(plain) != before or any(task.done() for task in fillers):
             raise RuntimeError("the slots are not all taken by these streams: is other work running?")
-        urgent = await stream(client, model, URGENT_PROMPT, "priority", urgent_tokens, asyncio.Event())
+        begun = asyncio.Event()
+        urgent_task = asyncio.create_task(stream(client, model, URGENT_PROMPT, "priority", urgent_tokens, begun))
+        await begun.wait()
+        ended = sum(task.done() for task in fillers)
+        urgent = await urgent_task
         flex = await asyncio.gather(*fillers)
         after = await _preemptions(plain)
         alone = await stream(client, model, FLEX_PROMPT, "flex", flex_tokens, asyncio.Event())
@@ -101,6 +107,7 @@ async def demonstrate(url: str, flex_tokens: int = 120, urgent_tokens: int = 8) 
         urgent_ttft_ms=urgent.ttft_seconds * 1000,
         step_ms=statistics.median(gaps) * 1000,
         preemptions=after - before,
+        flex_ended_before_it=ended,
         texts_equal=sum(result.text == alone.text for result in flex),
     )
 

@@ -145,7 +145,9 @@ async def test_urgent_work_starts_within_two_steps_though_64_streams_hold_every_
     assert result.slots == SLOTS == 64
     assert result.preemptions == 1
     assert result.texts_equal == 64
-    assert result.urgent_ttft_ms <= 3 * 1.5 * STEP_S * 1000
+    assert result.flex_ended_before_it == 0
+    # Half a step of slack for each: the machine is shared, and then the measured step is longer than the padded one.
+    assert result.urgent_ttft_ms <= 3 * 1.5 * max(STEP_S * 1000, result.step_ms)
 
 
 async def test_equal_priority_never_preempts(slow_line: Line) -> None:

@@ -55,12 +55,14 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(model: ModelFolder, folder: Path, *options: str) -> Iterator[Served]:
-    """Start an instance and wait until it says that it is ready; leaving interrupts it twice if it still runs."""
+def served(model: ModelFolder, folder: Path, *options: str, profile: str | None = None) -> Iterator[Served]:
+    """Start an instance (of PROFILE, unless another is named) and wait until it says that it is ready; leaving
+    interrupts it twice if it still runs."""
     folder.mkdir(parents=True, exist_ok=True)
-    profile, output, cache = folder / "profile.yaml", folder / "output.txt", folder / "cache"
-    profile.write_text(json.dumps(PROFILE))
-    arguments = ["serve", "--profile", str(profile), "--model", str(model.path), "--port", "0", *options]
+    own_profile, output, cache = folder / "profile.yaml", folder / "output.txt", folder / "cache"
+    own_profile.write_text(json.dumps(PROFILE))
+    chosen = profile or str(own_profile)
+    arguments = ["serve", "--profile", chosen, "--model", str(model.path), "--port", "0", *options]
     started = time.monotonic()
     with output.open("w") as sink:
         process = subprocess.Popen(

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from cluster.model import ModelFolder
+from ops.examples.priority import demonstrate
 from tests.line import until
 from tests.ray.conftest import Served, served
 
@@ -177,6 +178,20 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tiny_model: ModelFolder
     assert alive == []
 
 
+def test_when_ray_itself_dies_serve_says_so_and_leaves_nothing(tiny_model: ModelFolder, tmp_path: Path) -> None:
+    with served(tiny_model, tmp_path, "--replicas", "1") as instance:
+        family = instance.family()
+        (raylet,) = [process for process in family if process.name() == "raylet"]
+        raylet.kill()
+        assert instance.wait(60) == 1
+        assert (
+            instance.output.read_text().splitlines()[-1]
+            == "forebay: Ray has ended (raylet); what it served is gone with it"
+        )
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
 def test_two_instances_do_not_disturb_each_other(instance: Served, tiny_model: ModelFolder, tmp_path: Path) -> None:
     def answer(of: Served) -> str:
         fields = body(model=served_name(tiny_model), max_tokens=8, stream=False)
@@ -190,6 +205,16 @@ def test_two_instances_do_not_disturb_each_other(instance: Served, tiny_model: M
         assert len(instance.replicas()) == 2
     assert answer(instance) == before
     assert len(instance.replicas()) == 2
+
+
+def test_the_readme_example_holds_on_the_real_model(smollm2: ModelFolder, tmp_path: Path) -> None:
+    """Every slot of both replicas is taken, one request is preempted, and every text is that of a run alone."""
+    with served(smollm2, tmp_path, profile="local") as instance:
+        result = asyncio.run(demonstrate(instance.url))
+    assert result.slots == 48
+    assert result.preemptions == 1
+    assert result.texts_equal == result.slots
+    assert result.flex_ended_before_it == 0
 
 
 def test_status_shows_the_replicas_and_as_json_what_the_router_answered(instance: Served) -> None:
