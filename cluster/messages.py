@@ -77,7 +77,7 @@ class Add(Message, frozen=True):
     request: Request
     attempt: int
     sequence: int
-    """Rises by one with each Add of this router to this replica generation."""
+    """Rises with each Add of this router, across its links."""
 
 
 class Abort(Message, frozen=True):

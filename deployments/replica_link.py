@@ -8,6 +8,7 @@ Invariant: `link_up` and `link_down` alternate, and `replica_lost` comes once, l
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import msgspec
 
@@ -23,10 +24,19 @@ _FIRST_PAUSE_S = 0.02
 
 
 class ReplicaLink:
-    """Implements `ports.ReplicaPort` over TCP."""
+    """Implements `ports.ReplicaPort` over TCP.
+
+    `sequence` numbers the adds. It is the router's, not the link's: to the replica a later link is the same router, and
+    its numbers go on.
+    """
 
     def __init__(
-        self, entry: RosterEntry, identity: Identity, listener: ReplicaListener, config: TransportConfig
+        self,
+        entry: RosterEntry,
+        identity: Identity,
+        listener: ReplicaListener,
+        config: TransportConfig,
+        sequence: Iterator[int],
     ) -> None:
         self._entry = entry
         self._identity = identity
@@ -34,7 +44,7 @@ class ReplicaLink:
         self._config = config
         self._link: Link | None = None
         self._down = asyncio.Event()
-        self._sequence = 0
+        self._sequence = sequence
         self._closing = False
         self._reached = False
         self._why = ""
@@ -50,9 +60,9 @@ class ReplicaLink:
     # --- ports.ReplicaPort ---
 
     def add(self, request: Request, attempt: int) -> int:
-        self._sequence += 1
-        self._send(Add(request=request, attempt=attempt, sequence=self._sequence))
-        return self._sequence
+        number = next(self._sequence)
+        self._send(Add(request=request, attempt=attempt, sequence=number))
+        return number
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self._send(Abort(request_id=request_id, attempt=attempt))

@@ -20,6 +20,7 @@ from cluster.types import Generation, ReplicaId
 from deployments.controller_link import ControllerLink, Find
 from deployments.replica_server import ReplicaServer
 from deployments.settings import Instance
+from deployments.tasks import raise_if_ended
 from deployments.transport import Acceptor, Identity
 
 ROLES = frozenset({"router"})
@@ -52,7 +53,7 @@ class ReplicaProcess:
 
     async def start(self, host: str) -> None:
         """Load the engine, get a generation, listen on `host`, and tell the controller where."""
-        self._tasks.append(asyncio.create_task(self._controller.run()))
+        self._tasks.append(asyncio.create_task(self._controller.run(), name="controller link"))
         # Loading takes seconds, in a thread so that health checks and the link to the controller go on.
         self.engine = await asyncio.to_thread(self._load, self._model)
         generation = await self._granted
@@ -70,7 +71,7 @@ class ReplicaProcess:
         entry = RosterEntry(self._id, generation, host, port, self._model.name)
         self._here = ReplicaHere(entry=entry, pid=os.getpid())
         self._controller.send(self._here)
-        self._tasks.append(asyncio.create_task(self._tick()))
+        self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
 
     def _hello_identity(self, seen: Generation | None) -> Identity:
         generation = self._granted.result() if self._granted.done() else None
@@ -91,7 +92,8 @@ class ReplicaProcess:
             await asyncio.sleep(self._profile.transport.report_period_s)
 
     def check(self) -> None:
-        """Raises RuntimeError where the engine has ended or a step does not: its progress, not the process's."""
+        """Raises RuntimeError where the engine has ended or a step does not, or nobody reports any more."""
+        raise_if_ended(self._tasks)
         progress = self.engine.progress()
         if not progress.alive:
             raise RuntimeError(f"the engine has ended: {progress.failure}")

@@ -25,6 +25,7 @@ from cluster.types import Generation, ReplicaId, RouterId
 from deployments.controller_link import ControllerLink, Find
 from deployments.replica_link import ReplicaLink
 from deployments.settings import Instance
+from deployments.tasks import raise_if_ended
 from deployments.transport import Identity
 from router.app import build_app
 from router.core import RouterCore
@@ -51,6 +52,9 @@ class RouterProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._asks: dict[int, asyncio.Future[ClusterStatus]] = {}
         self._ask_ids = itertools.count()
+        self._add_numbers = itertools.count(1)
+        self._vital: list[asyncio.Task[None]] = []
+        """Tasks without which this process is of no use."""
         self._controller = ControllerLink(
             find, self._hello_identity, lambda: None, self._from_controller, profile.transport
         )
@@ -72,14 +76,18 @@ class RouterProcess:
         host = self._profile.router.host
         sock = _bind(host, self._profile.router.port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[sock]))
-        self._spawn(self._controller.run())
-        self._spawn(self._tick())
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
+        self._vital = [
+            self._http_task,
+            self._spawn(self._controller.run(), "controller link"),
+            self._spawn(self._tick(), "tick"),
+        ]
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- the controller and the roster ---
 
@@ -103,7 +111,7 @@ class RouterProcess:
         if key in self._links:
             return
         identity = Identity("router", self._id, self._secret, self._model.identity)
-        link = self._links[key] = ReplicaLink(entry, identity, self.core, self._profile.transport)
+        link = self._links[key] = ReplicaLink(entry, identity, self.core, self._profile.transport, self._add_numbers)
 
         async def live() -> None:
             try:
@@ -111,7 +119,7 @@ class RouterProcess:
             finally:
                 del self._links[key]
 
-        self._spawn(live())
+        self._spawn(live(), f"link to {entry.replica_id}")
 
     async def _cluster_status(self) -> ClusterStatus | None:
         """The controller's picture; None where it does not answer within a second."""
@@ -144,9 +152,8 @@ class RouterProcess:
             await asyncio.sleep(_TICK_S)
 
     def check(self) -> None:
-        """Raises RuntimeError where the HTTP server has ended."""
-        if self._http_task is None or self._http_task.done():
-            raise RuntimeError("the HTTP server has ended")
+        """Raises RuntimeError where a task has ended without which this process is of no use."""
+        raise_if_ended(self._vital)
 
     async def drain(self) -> None:
         """Refuse new requests; return when every accepted one has ended. Raises TimeoutError after

@@ -144,9 +144,9 @@ class Completions:
         except OSError:
             pass  # The server says so where a write finds the client gone; `finally` ends the request.
         finally:
-            deadline.stop()
             watch.cancel()
             self._core.cancel(request.request_id)
+            deadline.stop()  # last: that cancel ends the stream, which starts it
 
     async def _watch(self, receive: Receive, request_id: RequestId) -> None:
         """Cancel the request as soon as the client is gone. After the body, nothing else can be received."""

@@ -308,14 +308,14 @@ class RouterCore:
     def _delta(self, replica: Replica, delta: TokenDelta, now_s: float) -> None:
         live = self._live.get(delta.request_id)
         if live is None or live.replica_id != replica.replica_id:
-            self._metrics.fenced("stale")
+            _drop_stale(delta, replica, self._metrics)
             return
         verdict = live.journal.accept(delta)
         match verdict:
             case Accepted():
                 self._accepted(live, replica, verdict, now_s, error=delta.error)
             case Stale():
-                self._metrics.fenced("stale")
+                _drop_stale(delta, replica, self._metrics)
             case Repeat():
                 self._metrics.fenced("repeat")
             case Gap(index):
@@ -462,3 +462,10 @@ class RouterCore:
         name = live.priority_class.name
         backlog_s = backlog_seconds(self._queue.of_class(name).requests, self._drain_rates[name].per_s(now_s))
         return retry_after_s(backlog_s, self._rng)
+
+
+def _drop_stale(delta: TokenDelta, replica: Replica, metrics: RouterMetrics) -> None:
+    """A delta of an attempt that is not open there. A copy that still runs is ended; that may have been said already."""
+    metrics.fenced("stale")
+    if delta.finish is None:
+        replica.abort(delta.request_id, delta.attempt)

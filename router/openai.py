@@ -69,7 +69,7 @@ def _text(value: object) -> str:
     for part in value:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str) or part.keys() - {"type", "text"}:
-            raise PydanticCustomError("content", 'every part must be {{"type": "text", "text": "…"}}')
+            raise PydanticCustomError("content", 'every part must be {"type": "text", "text": "…"}')
         texts.append(text)
     return "\n".join(texts)
 
@@ -109,7 +109,7 @@ class _Message(_Wire):
 
 
 class _StreamOptions(_Wire):
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
@@ -220,7 +220,7 @@ class RequestParser:
                 ),
             ),
             stream=body.stream,
-            include_usage=body.stream_options is not None and body.stream_options.include_usage,
+            include_usage=body.stream_options is not None and body.stream_options.include_usage is True,
             service_tier=priority_class.service_tiers[0] if priority_class.service_tiers else priority_class.name,
         )
 

@@ -8,7 +8,8 @@ Capacity as work of priority p sees it on one replica:
 - slots in use: what runs, what this router has sent and the report does not count yet, and what waits there at
   priority >= p (it goes first; what waits below p does not).
 - blocks in use: the larger of what the report says (with the unreported added) and what this router predicts for its
-  own attempts, since a report counts a prompt only as it is filled.
+  own attempts, since a report counts a prompt only as it is filled; of work below p only what may be running.
+What is in use below p can always be preempted: lower work alone never keeps p from a replica that could hold it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,13 @@ def _slots_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
 
 def _blocks_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
     reported = load.blocks_total - load.blocks_free + sum(level.blocks for level in view.unreported)
-    predicted = sum(o.active_blocks + (o.parked_blocks if o.priority >= need.priority else 0) for o in view.own)
+    runs = {level.priority for level in (*load.running, *view.unreported)}
+    predicted = 0
+    for own in view.own:
+        if own.priority >= need.priority:
+            predicted += own.active_blocks + own.parked_blocks
+        elif own.priority in runs:
+            predicted += own.active_blocks
     return max(reported, predicted)
 
 

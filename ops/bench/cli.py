@@ -176,7 +176,9 @@ def step(
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
     streams: Annotated[int, typer.Option(min=1, help="Streams at once; as many slots.")] = 64,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each stream; as many steps a round.")] = 40,
+    tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of each stream; steps are timed while all streams run.")
+    ] = 40,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each kind.")] = 4,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")

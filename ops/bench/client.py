@@ -147,7 +147,7 @@ class Endpoint:
         except StreamError as error:
             failure, detail = error.failure, str(error)
         except httpx.HTTPError as error:
-            failure = Failure.CONNECT if status is None else Failure.TRUNCATED
+            failure = failure or (Failure.CONNECT if status is None else Failure.TRUNCATED)
             detail = _reason(error)
         counted = stream.usage is not None and stream.usage.completion_tokens > 0
         return Answer(

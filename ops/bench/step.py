@@ -29,6 +29,7 @@ from cluster.ports import EnginePort, EngineProgress, StepResult
 from cluster.types import Generation, ReplicaId, Request, RequestId, Sampling
 from deployments.replica_server import ReplicaServer
 from deployments.transport import Acceptor, Identity
+from ops.errors import CommandError
 from ops.report import Report, ReportRow, machine_context
 
 REPLICA = ReplicaId("bench")
@@ -73,7 +74,12 @@ class TimedEngine:
 
     def start(self, on_result: Callable[[StepResult], None], on_death: Callable[[str], None]) -> None:
         self._on_result = on_result
-        self._inner.start(self._stamp, on_death)
+
+        def died(why: str) -> None:
+            on_death(why)
+            self.idle.set()  # it will never be told so by a result
+
+        self._inner.start(self._stamp, died)
 
     def _stamp(self, result: StepResult) -> None:
         now_s = time.perf_counter()
@@ -103,12 +109,11 @@ async def measure(engine: TimedEngine, settings: StepSettings, show: Callable[[]
     """Step times in ms, `alone` and `streamed`, of all rounds; `show` is called after each.
 
     Raises:
-        RuntimeError: the process that plays the router failed.
+        RuntimeError: the engine died, or the process that plays the router failed.
     """
     config = TransportConfig()
     server = ReplicaServer(engine, REPLICA, GENERATION, config, SystemClock())
-    failures: list[str] = []
-    server.start(failures.append)
+    deaths: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         secret_path = Path(folder) / "secret"
         secret_path.touch(mode=0o600)
@@ -131,11 +136,17 @@ async def measure(engine: TimedEngine, settings: StepSettings, show: Callable[[]
         assert router.stdout is not None
         times: dict[str, list[float]] = {"alone": [], "streamed": []}
 
+        def died(why: str) -> None:
+            deaths.append(why)
+            if router.returncode is None:
+                router.kill()  # it waits for tokens that will not come
+
         async def reports() -> None:
             while True:
                 server.tick()
                 await asyncio.sleep(config.report_period_s)
 
+        server.start(died)
         ticking = asyncio.create_task(reports())
         try:
             for number in range(settings.rounds):
@@ -144,12 +155,14 @@ async def measure(engine: TimedEngine, settings: StepSettings, show: Callable[[]
                     engine.idle.clear()
                     if engine.forward:
                         router.stdin.write(f"{number} {settings.streams} {settings.tokens}\n".encode())
-                        if await router.stdout.readline() != b"done\n":
+                        if await router.stdout.readline() != b"done\n" and not deaths:
                             raise RuntimeError("the process that plays the router failed")
                     else:
                         for request in requests(f"alone-{number}", settings.streams, settings.tokens):
                             engine.add(request, 0)
                     await asyncio.to_thread(engine.idle.wait)
+                    if deaths:
+                        raise RuntimeError(f"the engine died: {deaths[0]}")
                     times[mode] += engine.step_ms
                     show()
         finally:
@@ -158,15 +171,22 @@ async def measure(engine: TimedEngine, settings: StepSettings, show: Callable[[]
             await router.wait()
             await acceptor.close()
             await asyncio.to_thread(engine.stop)
-    if failures:
-        raise RuntimeError(f"the engine died: {failures[0]}")
     return times
 
 
 def build_report(
     times: dict[str, list[float]], settings: StepSettings, model: ModelFolder, config: EngineConfig
 ) -> Report:
-    """Percentiles of both kinds of rounds and their ratios."""
+    """Percentiles of both kinds of rounds and their ratios.
+
+    Raises:
+        CommandError: in no two steps in a row did every stream run, so nothing was measured.
+    """
+    if not all(times.values()):
+        raise CommandError(
+            f"--tokens: {settings.tokens} are too few: the first of {settings.streams} streams ended before the last "
+            "began, so no step ran all of them"
+        )
     rows = []
     for q in (50, 99):
         alone, streamed = (float(np.percentile(times[mode], q)) for mode in ("alone", "streamed"))

@@ -8,6 +8,7 @@ Reads `round streams tokens` lines on standard input and prints `done` when ever
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from pathlib import Path
 
@@ -48,7 +49,9 @@ class Counter:
 async def run(host: str, port: int, secret: bytes) -> None:
     counter = Counter()
     entry = RosterEntry(REPLICA, GENERATION, host, port, "bench")
-    link = ReplicaLink(entry, Identity("router", "bench-router", secret), counter, TransportConfig())
+    link = ReplicaLink(
+        entry, Identity("router", "bench-router", secret), counter, TransportConfig(), itertools.count(1)
+    )
     living = asyncio.create_task(link.run())
     await counter.up.wait()
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 import httpx
-from openai import AsyncOpenAI
+from openai import APIError, AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import metrics
@@ -57,21 +57,24 @@ class PriorityResult:
 async def stream(
     client: AsyncOpenAI, model: str, prompt: str, tier: str, max_tokens: int, first: asyncio.Event
 ) -> StreamResult:
-    """Run one stream to its end; sets `first` at its first token."""
+    """Run one stream to its end; sets `first` at its first token, or when it fails. Raises openai.APIError."""
     result = StreamResult(time.monotonic())
-    chunks = await client.completions.create(
-        model=model,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"service_tier": tier, "ignore_eos": True},
-    )
-    async for chunk in chunks:
-        result.arrivals.append(time.monotonic())
-        first.set()
-        if chunk.choices:
-            result.text += chunk.choices[0].text
+    try:
+        chunks = await client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"service_tier": tier, "ignore_eos": True},
+        )
+        async for chunk in chunks:
+            result.arrivals.append(time.monotonic())
+            first.set()
+            if chunk.choices:
+                result.text += chunk.choices[0].text
+    finally:
+        first.set()  # nobody waits for a stream that failed
     return result
 
 
@@ -141,7 +144,7 @@ def main() -> int:
     print("Filling every slot with flex streams, then sending one urgent request; this takes a minute or so …")
     try:
         result = asyncio.run(demonstrate(arguments.url.rstrip("/"), arguments.tokens))
-    except (RuntimeError, httpx.HTTPError) as error:
+    except (RuntimeError, httpx.HTTPError, APIError) as error:
         print(f"could not show it: {str(error) or type(error).__name__}", file=sys.stderr)
         return 2
     steps = result.urgent_ttft_ms / result.step_ms

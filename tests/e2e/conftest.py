@@ -33,8 +33,9 @@ class PaddedBackend:
 
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
+        self.vocab_size = inner.vocab_size
 
-    def run(self, rows: Sequence[Row]) -> list[int]:
+    def run(self, rows: Sequence[Row]) -> Sequence[int | None]:
         ends = time.monotonic() + STEP_S
         drawn = self._inner.run(rows)
         time.sleep(max(0.0, ends - time.monotonic()))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -119,6 +120,28 @@ async def test_models_health_ready_and_metrics_answer(line: Line, client: openai
     status = (await line.client.get("/status")).json()
     assert [r["entry"]["replica_id"] for r in status["cluster"]["replicas"]] == ["replica-0", "replica-1"]
     assert {r["report"]["load"]["slots_total"] for r in status["cluster"]["replicas"]} == {PROFILE.engine.slots}
+
+
+async def test_a_process_whose_tick_has_died_says_that_it_is_unhealthy(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line.router.check()
+    line.replicas[0].check()
+
+    def broken() -> None:
+        raise ValueError("broken on purpose")
+
+    async def unhealthy(check: Callable[[], None]) -> str:
+        try:
+            check()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for process, ticked in ((line.router, line.router.core), (line.replicas[0], line.replicas[0].server)):
+        monkeypatch.setattr(ticked, "tick", broken)
+        said, _ = await until(partial(unhealthy, process.check), bool, within_s=5)
+        assert said == "the task 'tick' has ended: ValueError('broken on purpose')"
 
 
 async def test_errors_have_the_one_form(client: openai.AsyncOpenAI) -> None:

@@ -228,6 +228,16 @@ async def test_refused_request_is_counted_by_status_with_the_servers_words() -> 
     assert (answer.failure, answer.failure_label, answer.detail) == (Failure.HTTP_STATUS, "http_429", "queue full")
 
 
+async def test_refusal_whose_body_breaks_off_is_still_counted_by_its_status() -> None:
+    async def broken(body: dict[str, Any], send: Send) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"500")]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await write(send, b'{"error"', more=False)
+
+    answer = await one_answer(broken)
+    assert (answer.failure, answer.failure_label) == (Failure.HTTP_STATUS, "http_503")
+
+
 async def test_error_event_in_a_stream_is_an_error() -> None:
     async def lost(body: dict[str, Any], send: Send) -> None:
         await start(send)

@@ -295,6 +295,26 @@ def test_repeat_and_stale_deltas_are_dropped_and_counted() -> None:
     assert bench.text(request) == f"{expected_ids(request)[0]} "
 
 
+def test_copy_that_outlived_its_lost_link_is_ended_when_it_is_heard_of() -> None:
+    """The replica was given up while it could not be reached, and lives: the same incarnation comes back."""
+    bench = Bench()
+    r1 = bench.replica("r1")
+    request = bench.submit("a", tokens=5)
+    r1.turn()
+    r1.break_link()
+    bench.core.replica_lost(r1.replica_id, r1.generation, "out of reach for too long")
+    r2 = bench.replica("r2")
+    assert ids_added(r2) == ["a"]
+    r1.connect()
+    r1.turn()
+    assert r1.aborted == [("a", 1)]
+    assert not r1.held
+    for _ in range(4):
+        r2.turn()
+    assert bench.text(request) == expected_text(request)
+    assert not r2.aborted
+
+
 def test_overlap_is_trimmed_by_tokens_with_their_own_text() -> None:
     bench = Bench()
     replica = bench.replica()

@@ -7,7 +7,6 @@ import json
 import random
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -18,7 +17,8 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from cluster.config import PriorityClass, RouterConfig
+from cluster.clock import SystemClock
+from cluster.config import DEFAULT_CLASSES, PriorityClass, RouterConfig
 from cluster.messages import ClusterStatus, ReplicaSummary, RosterEntry
 from cluster.model import ModelFolder
 from cluster.types import (
@@ -43,14 +43,6 @@ MAX_LEN = 2000
 HI = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "tiny-llama", "messages": HI, "max_tokens": 5}
 TEXT = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 5}
-
-
-class SystemClock:
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def unix(self) -> float:
-        return time.time()
 
 
 class Server(uvicorn.Server):
@@ -439,6 +431,35 @@ async def test_client_that_never_reads_its_end_does_not_hold_the_exchange(
         assert len(asyncio.all_tasks()) > before
         await world.until(lambda: len(asyncio.all_tasks()) == before)
         writer.transport.abort()
+
+
+async def test_exchange_that_has_ended_leaves_the_task_that_ran_it_alone(
+    tiny_model: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "LAST_WORD_S", 0.01)
+    world = World(RouterConfig())
+    world.replica.connect()
+    gate = completions.ParserGate(RequestParser(tiny_model, MAX_LEN, DEFAULT_CLASSES, "standard"), random.Random(0))
+    exchange = completions.Completions(Api.COMPLETION, world.core, gate, world.config, "tiny-llama")
+    messages = [{"type": "http.request", "body": json.dumps(TEXT | {"stream": True}).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Future()
+
+    async def send(_: object) -> None:
+        raise ConnectionResetError
+
+    async def connection() -> str:
+        await exchange({"headers": []}, receive, send)
+        await asyncio.sleep(0.05)
+        return "the next exchange"
+
+    task = asyncio.create_task(connection())
+    await world.until(lambda: world.replica.held)
+    world.replica.turn()
+    assert await task == "the next exchange"
+    assert world.ended(Outcome.CANCELLED) == 1
+    gate.close()
 
 
 async def test_body_that_trickles_is_timed_out(tiny_model: ModelFolder) -> None:

@@ -59,6 +59,7 @@ def test_given_fields_are_honoured(parser: RequestParser) -> None:
     assert (sampling.seed, sampling.stop, sampling.ignore_eos) == (-3, ("a", "b"), True)
     assert (prepared.stream, prepared.include_usage) == (True, True)
     assert not completion(parser, stream=True, stream_options={}).include_usage
+    assert not completion(parser, stream=True, stream_options={"include_usage": None}).include_usage
     assert chat(parser, max_completion_tokens=7, max_tokens=7).request.sampling.max_tokens == 7
     assert completion(parser, stop="x").request.sampling.stop == ("x",)
 
@@ -363,6 +364,13 @@ def test_other_model_is_not_found(parser: RequestParser) -> None:
     with pytest.raises(ApiError) as caught:
         completion(parser, model="gpt-4")
     assert (caught.value.status, caught.value.body.param, caught.value.body.code) == (404, "model", "model_not_found")
+
+
+def test_message_about_a_part_shows_the_form_that_is_taken(parser: RequestParser) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(parser, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+    assert '{"type": "text", "text": "…"}' in caught.value.body.message
+    assert "{{" not in caught.value.body.message
 
 
 def test_message_to_the_client_does_not_return_its_own_flood(parser: RequestParser) -> None:

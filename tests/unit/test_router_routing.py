@@ -91,6 +91,31 @@ def test_parked_blocks_of_the_same_priority_are_demand_ahead_and_lower_ones_are_
     assert place(need(priority=1, tokens=BLOCK * 10), parked) is not None
 
 
+def test_lower_work_that_waits_there_unstarted_holds_no_blocks_against_urgent_work() -> None:
+    """It was sent in the same moment as urgent work and never ran, so no preemption of it was ever reported."""
+    engine = load(slots=2, blocks=20, running=running((10, 1, 12)), waiting=running((-10, 1, 12)), used=12)
+    both = view("r", engine, own=(OwnLoad(-10, 12, 0), OwnLoad(10, 12, 0)))
+    assert place(need(priority=10, tokens=BLOCK * 6), both) == Placement(ReplicaId("r"), 6)
+    assert place(need(priority=-10, tokens=BLOCK * 6), both) is None
+
+
+def test_lower_work_alone_never_keeps_a_request_from_a_replica_that_could_hold_it() -> None:
+    rng = random.Random(5)
+
+    def some() -> tuple[PriorityLoad, ...]:
+        return running(*((p, rng.randint(1, 4), rng.randint(0, 30)) for p in (-10, -5) if rng.random() < 0.5))
+
+    for _ in range(2000):
+        slots, blocks = rng.randint(1, 6), rng.randint(6, 40)
+        count = rng.randint(0, slots)
+        used = rng.randint(count, blocks) if count else 0
+        runs = running((-10, count, used)) if count else ()
+        engine = load(slots, blocks, used, running=runs, waiting=some())
+        own = tuple(OwnLoad(p, rng.randint(0, 60), rng.randint(0, 60)) for p in (-10, -5) if rng.random() < 0.7)
+        wanted = need(priority=0, tokens=BLOCK * rng.randint(1, blocks))
+        assert place(wanted, view("r", engine, own=own, unreported=some())) is not None
+
+
 def test_free_room_is_preferred_to_victims() -> None:
     full = view("full", load(slots=1, running=running((-10, 1, 1)), used=1))
     busy = view("busy", load(slots=10, running=running((0, 9, 90)), used=90))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,11 +116,12 @@ class World:
     entry: RosterEntry
     config: TransportConfig
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     links: list[ReplicaLink] = field(default_factory=list)
 
     async def router(self, name: str = "router-1") -> tuple[Router, ReplicaLink]:
         listener = Router()
-        link = ReplicaLink(self.entry, Identity("router", name, SECRET), listener, self.config)
+        link = ReplicaLink(self.entry, Identity("router", name, SECRET), listener, self.config, self.numbers)
         self.links.append(link)
         self.tasks.append(asyncio.create_task(link.run()))
         assert await listener.event() == "up"
@@ -200,6 +202,23 @@ async def test_a_report_counts_exactly_the_adds_that_the_engine_has_taken(make: 
     assert (await router.until(lambda f: True)).report.applied_sequence == 0
     world.engine.step(adds_total=2)
     assert (await router.until(lambda f: f.report.load.steps_total == 1)).report.applied_sequence == 2
+
+
+async def test_a_new_link_of_the_same_router_is_told_of_none_of_its_adds_before_they_are_counted(make: Make) -> None:
+    world = await make()
+    _, link = await world.router()
+    for name in "abc":
+        link.add(request(name), 0)
+    await world.told("add", "c", 0)
+    world.engine.step(adds_total=3)
+    link._closing = True  # its router gave it up; the replica has not noticed
+    again, second = await world.router()
+    number = second.add(request("d"), 0)
+    await world.told("add", "d", 0)
+    world.server.tick()
+    assert (await again.until(lambda f: f.report.load.adds_total == 3)).report.applied_sequence < number
+    world.engine.step(adds_total=4)
+    assert (await again.until(lambda f: f.report.load.adds_total == 4)).report.applied_sequence == number
 
 
 async def test_a_router_that_comes_back_goes_on_from_the_token_it_asks_for(make: Make) -> None:
