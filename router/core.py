@@ -389,9 +389,10 @@ class RouterCore:
         if live is None or live.replica_id != replica.replica_id or live.journal.attempt != refusal.attempt:
             return
         self._metrics.refused(refusal.reason)
-        had_it = refusal.reason not in (RefusalReason.FULL, RefusalReason.DRAINING)
-        replica.backing_off = replica.backing_off or not had_it
-        self._continue(live, replica, refusal.reason.value, now_s, abort=False, lost=had_it)
+        replica.backing_off |= refusal.reason in (RefusalReason.FULL, RefusalReason.DRAINING)
+        # An attempt that the replica does not know was lost with a link: no engine died of it.
+        lost = refusal.reason is RefusalReason.OVERFLOW
+        self._continue(live, replica, refusal.reason.value, now_s, abort=False, lost=lost)
 
     def _ask_again(self, live: Live, asked: int, now_s: float) -> None:
         assert live.replica_id is not None

@@ -136,6 +136,17 @@ def test_request_is_given_up_after_the_stated_number_of_lost_engines() -> None:
     assert bench.core.bands() == ()
 
 
+def test_attempts_lost_with_a_link_are_not_engines_lost() -> None:
+    bench = Bench(RouterConfig(max_attempts=2))
+    replica = bench.replica()
+    request = bench.submit("a", tokens=9)
+    for attempt in range(5):
+        replica.send(refusals=(Refusal(request.request_id, attempt + 1, RefusalReason.UNKNOWN_ATTEMPT),))
+    replica.turn()
+    assert bench.outcome(request) is None
+    assert replica.added[-1][1] == 6
+
+
 def test_request_whose_last_token_arrived_is_finished_though_its_replica_is_lost() -> None:
     bench = Bench()
     replica = bench.replica()
