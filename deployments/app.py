@@ -27,6 +27,8 @@ def build(instance: Instance) -> Application:
             name=target.__name__,
             num_replicas=count,
             ray_actor_options={"num_cpus": 0},
+            # One that cannot be constructed (a model that does not load) will not be at the third try either.
+            max_constructor_retry_count=1,
             health_check_period_s=1,
             health_check_timeout_s=10,
             graceful_shutdown_wait_loop_s=0.1,

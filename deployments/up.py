@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import secrets
@@ -29,6 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import msgspec
 import psutil
 
 from cluster.engine.memory import memory_bytes
@@ -39,6 +39,7 @@ from deployments.settings import Environment, Instance, Profile, UsageError
 _READY_TIMEOUT_S = 300.0
 _POLL_S = 0.1
 _WATCH_S = 2.0
+_FOLDER_PREFIX = "forebay-"
 _RAY_PROCESSES = frozenset({"raylet", "gcs_server"})
 """Without these nothing works; Serve starts everything else again by itself."""
 _CHILDREN_GRACE_S = 5.0
@@ -59,14 +60,14 @@ class Progress(Protocol):
 
 
 class Interrupts:
-    """Counts SIGINT and SIGTERM. Ray replaces handlers when it starts, so `install` is called after it again."""
+    """Counts SIGINT, SIGTERM and SIGHUP (the terminal was closed). Ray replaces handlers when it starts, so `install` is called after it again."""
 
     def __init__(self) -> None:
         self.count = 0
         self._event = threading.Event()
 
     def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -125,6 +126,16 @@ def open_model(profile: Profile, environment: Environment) -> ModelFolder:
         raise UsageError(str(error)) from error
 
 
+class InstanceState(msgspec.Struct, frozen=True):
+    """What an instance writes of itself for other commands of the same user."""
+
+    url: str
+    """Empty while it starts."""
+    pid: int
+    model: str
+    folder: str
+
+
 class LocalInstance:
     """One running Forebay with its own Ray cluster. Use as a context manager: leaving it ends everything."""
 
@@ -136,17 +147,28 @@ class LocalInstance:
         self._ray_processes: dict[str, tuple[int, float]] = {}
         self._handle: Any = None
         self._ray_started = False
+        self._stack = contextlib.ExitStack()
         self.interrupts = Interrupts()
         self.url = ""
         # Short, for Ray puts sockets deep below it and their paths may have 107 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix="forebay-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
         self._state_file = environment.run_dir / f"{os.getpid()}.json"
 
     def __enter__(self) -> LocalInstance:
+        self._write_state()
+        # Ray prints to the driver's streams from threads of its own; what it says belongs with its logs.
+        log = self._stack.enter_context((self._folder / "driver.log").open("w", encoding="utf-8"))
+        self._stack.enter_context(contextlib.redirect_stdout(log))
+        self._stack.enter_context(contextlib.redirect_stderr(log))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._end_hard()
+        try:
+            self._end_hard()
+        finally:
+            self._stack.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._state_file.unlink(missing_ok=True)
 
     # --- start ---
 
@@ -155,6 +177,7 @@ class LocalInstance:
 
         Raises:
             InterruptedBySignalError: a signal came meanwhile.
+            UsageError: a replica found that the model cannot be loaded or served.
             RuntimeError: Ray or the application did not start; the message names the logs.
         """
         self.interrupts.install()
@@ -225,7 +248,7 @@ class LocalInstance:
         while not self._ready(detail):
             self.interrupts.check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not ready after {_READY_TIMEOUT_S:.0f} s; logs: {self.logs}")
+                raise RuntimeError(f"not ready after {_READY_TIMEOUT_S:.0f} s; {self._keep_logs()}")
             self.interrupts.wait(_POLL_S)
 
     def _ready(self, detail: Callable[[str], None]) -> bool:
@@ -237,7 +260,11 @@ class LocalInstance:
         if application is None:
             return False
         if application.status == "DEPLOY_FAILED":
-            raise RuntimeError(f"the application did not start: {application.message}\nlogs: {self.logs}")
+            reason = _reason(application)
+            _, is_model, why = reason.partition(f"{ModelFolderError.__name__}: ")
+            if is_model:
+                raise UsageError(why)
+            raise RuntimeError(f"it did not start: {reason}; {self._keep_logs()}")
         states = application.deployments["Replica"].replica_states if application.deployments else {}
         loaded = sum(count for state, count in states.items() if state == "RUNNING")
         detail(f"{loaded} of {self._profile.replicas} replicas loaded")
@@ -247,14 +274,20 @@ class LocalInstance:
             self.url = self._handle.url.remote().result(timeout_s=10)
         return _answers(f"{self.url}/ready")
 
-    @property
-    def logs(self) -> Path:
-        return self._folder / "ray" / "session_latest" / "logs"
+    def _keep_logs(self) -> str:
+        """Copy Ray's logs to where they outlive this instance, in place of the last failure's; says where."""
+        kept = self._environment.cache_dir / "last-failure"
+        shutil.rmtree(kept, ignore_errors=True)
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(self._folder / "ray" / "session_latest" / "logs", kept, ignore=_only_files)
+        return f"its logs were kept in {kept}"
 
     def _write_state(self) -> None:
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
-        state = {"url": self.url, "pid": os.getpid(), "model": self._model.name, "logs": str(self.logs)}
-        self._state_file.write_text(json.dumps(state))
+        state = InstanceState(self.url, os.getpid(), self._model.name, str(self._folder))
+        temporary = self._state_file.with_suffix(".new")
+        temporary.write_bytes(msgspec.json.encode(state))
+        temporary.replace(self._state_file)
 
     def run(self) -> None:
         """Return at the next signal.
@@ -301,14 +334,12 @@ class LocalInstance:
             logging.getLogger("forebay").warning("while stopping: %s", failure[0])
 
     def _end_hard(self) -> None:
-        self._state_file.unlink(missing_ok=True)
         if self._ray_started:
             import ray
 
             self._note_children(set())
             ray.shutdown()
             self._end_children()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _note_children(self, before: set[tuple[int, float]]) -> None:
         """Remember whom we started: Ray's processes, and what those started since."""
@@ -328,6 +359,21 @@ class LocalInstance:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(alive, timeout=_CHILDREN_GRACE_S)
+
+
+def _reason(application: Any) -> str:
+    """The last line of what the first failed deployment says: the exception that its constructor raised."""
+    for deployment in application.deployments.values():
+        lines = [line.strip() for line in str(deployment.message).splitlines() if line.strip()]
+        if deployment.status == "DEPLOY_FAILED" and lines:
+            return lines[-1]
+    return str(application.message)
+
+
+def _only_files(folder: str, names: list[str]) -> set[str]:
+    """For copytree: leave sockets and links out."""
+    paths = [Path(folder) / name for name in names]
+    return {path.name for path in paths if path.is_symlink() or not (path.is_file() or path.is_dir())}
 
 
 def _children() -> set[tuple[int, float]]:
@@ -354,18 +400,21 @@ def _answers(url: str) -> bool:
         return False
 
 
-def running_instances(environment: Environment) -> list[dict[str, Any]]:
-    """State of this user's instances on this machine, newest first; files of dead ones are removed."""
-    found: list[tuple[float, dict[str, Any]]] = []
+def running_instances(environment: Environment) -> list[InstanceState]:
+    """This user's instances on this machine, newest first. What killed ones left behind is removed."""
+    found: list[tuple[float, InstanceState]] = []
     for path in environment.run_dir.glob("*.json"):
         try:
-            state = json.loads(path.read_text())
-            alive = psutil.pid_exists(int(state["pid"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            alive = False
-            state = {}
-        if alive:
-            found.append((path.stat().st_mtime, state))
+            state = msgspec.json.decode(path.read_bytes(), type=InstanceState)
+            modified_s = path.stat().st_mtime
+        except (OSError, msgspec.DecodeError):
+            path.unlink(missing_ok=True)
+            continue
+        if psutil.pid_exists(state.pid):
+            found.append((modified_s, state))
         else:
+            folder = Path(state.folder)
+            if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith(_FOLDER_PREFIX):
+                shutil.rmtree(folder, ignore_errors=True)
             path.unlink(missing_ok=True)
     return [state for _, state in sorted(found, key=lambda item: -item[0])]

@@ -77,6 +77,7 @@ def serve(
     """
     started = time.monotonic()
     out = console()
+    out.file = sys.stdout  # this stream, also while what libraries print is kept from it
     progress = PhaseProgress(out)
     wanted = {"router.port": port, "replicas": replicas, "model": model, "engine.dtype": dtype}
     try:
@@ -92,9 +93,12 @@ def serve(
         except InterruptedBySignalError:
             out.print("Interrupted while starting; ending what was started …")
             return 130
+        except UsageError as error:
+            raise CommandError(str(error)) from error
         except RuntimeError as error:
             raise CommandError(str(error), exit_code=1) from error
-        _announce(out, instance.url, folder.name, f"{settings.replicas} replicas, {settings.engine.dtype}", started)
+        what = f"{counted(settings.replicas, 'replica')}, {settings.engine.dtype}"
+        _announce(out, instance.url, folder.name, what, started)
         try:
             instance.run()
             instance.finish(progress)
@@ -107,16 +111,26 @@ def serve(
     return 0
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _announce(out: Console, url: str, model: str, what: str, started: float) -> None:
     body = json.dumps(
-        {"model": model, "stream": True, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+        {
+            "model": model,
+            "stream": True,
+            "max_tokens": 60,
+            "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        }
     )
+    ready_s = time.monotonic() - started
     out.print(
-        f"\n[bold]Forebay[/] serves {model} at [bold]{url}[/] ({what}), ready in {time.monotonic() - started:.1f} s\n",
-        highlight=False,
+        f"\n[bold]Forebay[/] serves {model} at [bold]{url}[/] ({what}), ready in {ready_s:.1f} s\n", soft_wrap=True
     )
-    # Not wrapped: a person copies it.
-    print(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n", flush=True)
+    # Neither wrapped nor marked up: a person copies it.
+    command = f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n"
+    out.print(command, soft_wrap=True, markup=False)
     out.print("Ctrl-C stops it: once, and streams finish first; twice, at once.")
 
 
@@ -132,16 +146,17 @@ def status(
     if address is None:
         instances = running_instances(environment)
         if not instances:
-            raise CommandError(
-                "no instance of yours runs on this machine; start one with `forebay serve`, or give --url"
-            )
-        address = str(instances[0]["url"])
+            raise CommandError("no instance of yours runs on this machine; start one with `make serve`, or give --url")
+        address = instances[0].url
+        if not address:
+            raise CommandError("the newest instance on this machine is still starting; ask again when it is ready")
     try:
         answer = httpx.get(f"{address.rstrip('/')}/status", timeout=_STATUS_TIMEOUT_S)
         answer.raise_for_status()
         state = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise CommandError(f"no status from {address}: {str(error) or type(error).__name__}") from error
+        why = str(error) or type(error).__name__
+        raise CommandError(f"no status from {address}; is it running? ({why})") from error
     if as_json:
         json.dump(state, sys.stdout, indent=2)
         print()
@@ -169,7 +184,7 @@ def _show(out: Console, address: str, state: dict[str, Any]) -> None:
     generation = cluster["controller_generation"]["number"]
     out.print(
         f"\n[bold]Controller[/] up {cluster['uptime_s']:.0f} s, generation {generation}, "
-        f"{len(cluster['replicas'])} replicas, {len(cluster['routers'])} routers",
+        f"{counted(len(cluster['replicas']), 'replica')}, {counted(len(cluster['routers']), 'router')}",
         highlight=False,
     )
     out.print(_replica_table(cluster["replicas"]))

@@ -139,13 +139,19 @@ async def _preemptions(plain: httpx.AsyncClient) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=120, help="output length of the streams that fill the slots")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=120,
+        help="output length of the streams that fill the slots (default: %(default)s)",
+    )
     arguments = parser.parse_args()
-    print("Filling every slot with flex streams, then sending one urgent request; this takes a minute or so …")
+    print(f"Filling every slot of {arguments.url} with flex streams, then sending one urgent request: a minute or so …")
     try:
         result = asyncio.run(demonstrate(arguments.url.rstrip("/"), arguments.tokens))
     except (RuntimeError, httpx.HTTPError, APIError) as error:
-        print(f"could not show it: {str(error) or type(error).__name__}", file=sys.stderr)
+        why = str(error) or type(error).__name__
+        print(f"could not show it: {why} (is Forebay running at {arguments.url}?)", file=sys.stderr)
         return 2
     steps = result.urgent_ttft_ms / result.step_ms
     print(f"  slots taken by flex streams      {result.slots}")

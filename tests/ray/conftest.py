@@ -73,11 +73,10 @@ def served(model: ModelFolder, folder: Path, *options: str, profile: str | None 
             env=os.environ | {"FOREBAY_CACHE_DIR": str(cache)},
         )
     try:
-        while not (states := list(cache.glob("run/*.json"))):
+        while not (url := _url(cache)):
             assert process.poll() is None, f"it ended with {process.returncode}: {output.read_text()}"
             assert time.monotonic() - started < READY_TIMEOUT_S, output.read_text()
             time.sleep(0.05)
-        url = json.loads(states[0].read_text())["url"]
         yield Served(process, url, output, cache, time.monotonic() - started)
     finally:
         if process.poll() is None:
@@ -89,6 +88,13 @@ def served(model: ModelFolder, folder: Path, *options: str, profile: str | None 
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+
+
+def _url(cache: Path) -> str:
+    """Empty until the instance is ready."""
+    for state in cache.glob("run/*.json"):
+        return str(json.loads(state.read_text())["url"])
+    return ""
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from cluster.model import ModelFolder
 from ops.examples.priority import demonstrate
 from tests.line import until
 from tests.ray.conftest import Served, served
+from tests.tiny_model import make_tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -151,9 +152,12 @@ def test_ctrl_c_lets_streams_finish_and_leaves_nothing(tiny_model: ModelFolder, 
         readers = asyncio.run(run(instance))
         assert [reader.done for reader in readers] == [True] * 8
         assert instance.wait(60) == 0, instance.output.read_text()
+        shown = instance.output.read_text()
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []
     assert list((tmp_path / "cache" / "run").glob("*")) == []
+    assert shown.splitlines()[-1] == "Stopped; nothing is left running."
+    assert "raylet" not in shown, "what Ray says on its way out is no concern of the person at the terminal"
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tiny_model: ModelFolder, tmp_path: Path) -> None:
@@ -226,6 +230,17 @@ def test_status_shows_the_replicas_and_as_json_what_the_router_answered(instance
     for replica in state["cluster"]["replicas"]:
         assert replica["entry"]["replica_id"] in shown
     assert "0/32" in shown
+
+
+def test_a_model_that_does_not_load_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "broken")
+    weights = model.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    command = [sys.executable, "-m", "ops.cli", "serve", "--port", "0", "--replicas", "1", "--model", str(model.path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert str(model.path) in line or "tiny-llama" in line or "broken" in line
 
 
 @pytest.mark.parametrize(
