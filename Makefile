@@ -97,15 +97,15 @@ $(BIN)/python:
 define PROGRESS
 { count=0; total=$$(grep -c == requirements.lock); \
   while IFS= read -r line; do case $$line in \
-    Collecting*|Processing*) count=$$((count + 1)); \
-      if [ -t 1 ]; then printf '\r\033[K      %s' "$$count of $$total: $${line#* }"; \
+    Collecting*|Processing*) count=$$((count + 1)); name=$${line#* }; name=$${name%% *}; \
+      if [ -t 1 ]; then printf '\r\033[K      %s' "$$count of $$total: $${name##*/}"; \
       elif ((count % 40 == 0)); then echo "      $$count of $$total"; fi;; \
     Installing*) if [ -t 1 ]; then printf '\r\033[K'; fi; echo '      all fetched; unpacking';; \
   esac; done; }
 endef
 
 $(INSTALLED): requirements.lock pyproject.toml | $(BIN)/python
-	@echo '[2/4] Installing the packages of requirements.lock (about a minute)'
+	@echo '[2/4] Installing the packages of requirements.lock (a minute or two)'
 	@PYTHONUNBUFFERED=1 $(PIP) install --no-deps --require-hashes -r requirements.lock | $(PROGRESS)
 	@echo '[3/4] Installing $(TORCH)'
 	@$(PIP) install --quiet $(TORCH)

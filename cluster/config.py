@@ -34,8 +34,8 @@ class Order(StrEnum):
 class EngineConfig(Config):
     """One engine: its batch, its memory and its order."""
 
-    mode: BatchingMode = BatchingMode.CONTINUOUS
-    order: Order = Order.PRIORITY
+    mode: BatchingMode = Field(BatchingMode.CONTINUOUS, description="When requests join and leave the batch.")
+    order: Order = Field(Order.PRIORITY, description="Who runs first, and who may push whom out.")
     slots: PositiveInt = Field(32, description="Requests that run at once; bounds the step time of decoding.")
     step_token_budget: PositiveInt = Field(
         64, description="Tokens of one step, decodes first, the rest prefill; bounds how long a step takes."
@@ -44,7 +44,7 @@ class EngineConfig(Config):
         16, description="Tokens per KV block; smaller wastes less, larger gathers faster."
     )
     blocks: PositiveInt = Field(1024, description="KV blocks of the pool; blocks x block_size_tokens tokens in all.")
-    max_model_len: PositiveInt = Field(2048, description="Longest prompt + output in tokens.")
+    max_model_len: int = Field(2048, ge=2, description="Longest prompt + output in tokens, one of each at least.")
     max_held: PositiveInt = Field(
         1024, description="Requests held in all, running or waiting; the bound of the engine's own queue."
     )
@@ -52,7 +52,9 @@ class EngineConfig(Config):
         4,
         description="Times that urgent work may push one request out; beyond it the urgent request waits and is counted.",
     )
-    dtype: DType = DType.FLOAT32
+    dtype: DType = Field(
+        DType.FLOAT32, description="Of weights and KV cache; float32 resumes exactly, bfloat16 takes half the memory."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:
@@ -72,7 +74,7 @@ class EngineConfig(Config):
 class PriorityClass(Config):
     """A named class of traffic. The name goes with a request everywhere; the integer orders it."""
 
-    name: str
+    name: str = Field(description="As the objective header and the metrics' labels say it.")
     priority: int = Field(description="Higher is more urgent; negative is sheddable and preempted first.")
     service_tiers: tuple[str, ...] = Field((), description="Values of OpenAI's service_tier that name this class.")
     max_queued_requests: PositiveInt = Field(10_000, description="Bound of its band in the router's queue.")
@@ -89,10 +91,10 @@ DEFAULT_CLASSES = (
 class RouterConfig(Config):
     """One router: its listener, its queue and its patience."""
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="Address that HTTP listens on; loopback, for there are no keys yet.")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
-    classes: tuple[PriorityClass, ...] = DEFAULT_CLASSES
-    default_class: str = "standard"
+    classes: tuple[PriorityClass, ...] = Field(DEFAULT_CLASSES, description="All classes of traffic that there are.")
+    default_class: str = Field("standard", description="Class of a request that names none.")
     expected_output_tokens: PositiveInt = Field(
         128, description="Output length assumed when capacity is reserved, where max_tokens is larger."
     )

@@ -152,9 +152,15 @@ class Row(Value, frozen=True):
 class Backend(Protocol):
     """Computes one step over a paged KV cache that it allocated. Knows nothing of requests, order or priority."""
 
-    def run(self, rows: Sequence[Row]) -> list[int]:
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that can be run are 0 … vocab_size - 1."""
+        ...
+
+    def run(self, rows: Sequence[Row]) -> Sequence[int | None]:
         """Run all rows as one batch, write their keys and values to the cache, and draw.
 
-        Returns the drawn token id of each row with a `sample`, in the order of the rows.
+        Returns the drawn token id of each row with a `sample`, in the order of the rows; None where nothing can be
+        drawn, because the row's logits are not numbers.
         """
         ...

@@ -234,10 +234,11 @@ class RequestParser:
             param = "prompt"
         else:
             ids, param = body.prompt, "prompt"
-            if not (min(ids) >= 0 and max(ids) < self._vocab_size):
-                raise ApiError(400, f"Token ids must lie in 0..{self._vocab_size - 1}.", param=param)
         if not ids:
             raise ApiError(400, f"{param} must not be empty: it has no tokens.", param=param)
+        # Text too: a tokenizer may have added tokens that the model has no embedding of.
+        if not (min(ids) >= 0 and max(ids) < self._vocab_size):
+            raise ApiError(400, f"Token ids must lie in 0..{self._vocab_size - 1}.", param=param)
         return param, ids
 
     def _render(self, messages: Sequence[_Message]) -> str:

@@ -114,8 +114,9 @@ class Engine:
         """Take a request; a repeat of an attempt that is live is ignored.
 
         `request.emitted_ids` go through the text stage silently. A request that can never run here, or that its
-        `emitted_ids` end already, is taken and ends with the next result: with ERROR for an empty prompt or one that
-        leaves no room for output in `max_model_len` (which the pool is known to hold).
+        `emitted_ids` end already, is taken and ends with the next result: with ERROR for an empty prompt, for a token
+        id that the model does not have, and for a prompt that leaves no room for output in `max_model_len` (which the
+        pool is known to hold).
 
         Returns:
             A FULL refusal if `max_held` requests are held.
@@ -127,15 +128,13 @@ class Engine:
         if len(self._live) + len(self._ended) >= self.config.max_held:
             return Refusal(request.request_id, attempt, RefusalReason.FULL)
         live = _Live(request, attempt, self._codec.stage(request.sampling.stop))
-        if error := self._never_fits(request):
-            self._ended.append(live.end(FinishReason.ERROR, error))
-            return None
-        finish = FinishReason.LENGTH if self._at_limit(live) else None
+        error = self._never_runs(request)
+        finish = FinishReason.ERROR if error else FinishReason.LENGTH if self._at_limit(live) else None
         for token_id in request.emitted_ids:
             if finish is None:
                 _, finish = self._advance(live, token_id)
         if finish is not None:
-            self._ended.append(live.end(finish))
+            self._ended.append(live.delta(len(request.emitted_ids), finish=finish, error=error))
             return None
         self._live[identity] = live
         self._wait(live.state)
@@ -274,7 +273,7 @@ class Engine:
             sample=sample,
         )
 
-    def _commit(self, chunks: Sequence[Chunk], drawn: Sequence[int]) -> list[TokenDelta]:
+    def _commit(self, chunks: Sequence[Chunk], drawn: Sequence[int | None]) -> list[TokenDelta]:
         tokens = iter(drawn)
         deltas: list[TokenDelta] = []
         for chunk in chunks:
@@ -285,11 +284,17 @@ class Engine:
                 continue
             live = self._live[state.identity]
             token_id, index = next(tokens), live.output_tokens
+            if token_id is None:
+                self._remove(live)
+                deltas.append(
+                    live.end(FinishReason.ERROR, "the model computed no numbers for this request's next token")
+                )
+                continue
             piece, finish = self._advance(live, token_id)
             if finish is not None:
                 self._remove(live)
             deltas.append(live.delta(index, (token_id,), (piece,), finish))
-        self._tokens_total += len(deltas)
+            self._tokens_total += 1
         return deltas
 
     def _fail(self, chunks: Sequence[Chunk], error: Exception) -> list[TokenDelta]:
@@ -328,10 +333,13 @@ class Engine:
             live.output_tokens >= live.request.sampling.max_tokens or len(live.token_ids) >= self.config.max_model_len
         )
 
-    def _never_fits(self, request: Request) -> str:
+    def _never_runs(self, request: Request) -> str:
         """Why a request can never run here; empty if it can."""
         if not request.prompt_ids:
             return "the prompt has no tokens"
+        vocab_size = self._backend.vocab_size
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
+            return f"the prompt has a token id that this model does not have: its ids are 0..{vocab_size - 1}"
         if len(request.prompt_ids) >= self.config.max_model_len:
             return (
                 f"the prompt has {len(request.prompt_ids)} tokens, which leaves no room for output in the "

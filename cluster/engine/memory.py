@@ -1,8 +1,8 @@
 """How much memory one replica of the embedded engine takes, from the model's files alone.
 
-Owns: the estimate that a launcher makes before it starts anything. Imports no torch: it reads config.json and the
-headers of the weights. Invariant: it names every term that grows with the model or the configuration; the rest is one
-measured constant.
+Owns: the estimate that a launcher makes before it starts anything. Imports no torch: it reads the headers
+of the weights. Invariant: it names every term that grows with the model or the configuration; the rest is one measured
+constant.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import Any
 
 from cluster.config import DType, EngineConfig
 from cluster.model import ModelFolder, ModelFolderError
@@ -30,17 +29,12 @@ def memory_bytes(model: ModelFolder, config: EngineConfig) -> int:
     """
     size = DTYPE_BYTES[config.dtype]
     parameters = _parameters(model)
-    settings = _settings(model)
-    try:
-        heads, hidden = int(settings["num_attention_heads"]), int(settings["hidden_size"])
-        layers = int(settings["num_hidden_layers"])
-        kv_heads = int(settings.get("num_key_value_heads") or heads)
-        head_dim = int(settings.get("head_dim") or hidden // heads)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelFolderError(f"{model.path}/config.json lacks or has an odd {error}") from error
-    if settings.get("tie_word_embeddings"):
+    heads, hidden = model.positive("num_attention_heads"), model.positive("hidden_size")
+    kv_heads = model.positive("num_key_value_heads", heads)
+    head_dim = model.positive("head_dim", hidden // heads)
+    if model.settings.get("tie_word_embeddings"):
         parameters += model.vocab_size * hidden  # the output layer is laid out anew, beside the embedding
-    kv_bytes_per_token = 2 * layers * kv_heads * head_dim * size
+    kv_bytes_per_token = 2 * model.positive("num_hidden_layers") * kv_heads * head_dim * size
     return (
         parameters * size
         + config.blocks * config.block_size_tokens * kv_bytes_per_token
@@ -49,17 +43,10 @@ def memory_bytes(model: ModelFolder, config: EngineConfig) -> int:
     )
 
 
-def _settings(model: ModelFolder) -> dict[str, Any]:
-    """The language model's settings; multimodal configurations hold them in a part of their own."""
-    settings: dict[str, Any] = json.loads((model.path / "config.json").read_bytes())
-    text = settings.get("text_config")
-    return settings | text if isinstance(text, dict) else settings
-
-
 def _parameters(model: ModelFolder) -> int:
     """Numbers in all weight files. A safetensors file begins with the length of its JSON header, then the header."""
     total = 0
-    for file in sorted(model.path.glob("*.safetensors")):
+    for file in model.weight_files:
         try:
             with file.open("rb") as opened:
                 (length,) = struct.unpack("<Q", opened.read(8))

@@ -34,8 +34,8 @@ class TextCodec:
 
     Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) is decoded from each token's bytes: exact for every sequence of
     tokens, invalid bytes included. Any other decoder (sentencepiece with byte fallback, WordPiece) is asked for the
-    text of a window of tokens; that is exact wherever the text is valid, while for invalid bytes the number of
-    replacement characters may differ from decoding everything at once.
+    text of a window of tokens; that is exact wherever the text is valid and has no U+FFFD of its own; elsewhere the
+    number of replacement characters may differ from decoding everything at once.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -114,8 +114,8 @@ class _WindowDetokenizer:
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skipped:
-            return ""
+        if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
+            return ""  # a special token, or a row of the model's padded vocabulary
         self._pending.append(token_id)
         text = self._tokenizer.decode(self._context + self._pending)
         if (text.endswith(REPLACEMENT) or len(text) <= len(self._context_text)) and (

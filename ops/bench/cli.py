@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Measure a running server.",
+    help="Measure a running server, or a part of one.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -21,7 +21,7 @@ app = typer.Typer(
 
 @app.callback()
 def _bench() -> None:
-    """Measure a running server. Every benchmark prints a table; --json FILE keeps it for machines."""
+    """Measure a running server, or a part of one. Every benchmark prints a table; --json FILE keeps it for machines."""
 
 
 @app.command()

@@ -6,11 +6,11 @@ import queue
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 from tokenizers import Tokenizer
 
+from cluster.clock import SystemClock
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
 from cluster.engine.torch.build import build_embedded_engine, build_engine
@@ -156,14 +156,6 @@ def test_smollm2_preempted_and_resumed_equals_generate(smollm2: ModelFolder) -> 
         got = token_ids[r.request_id]
         comparison.check(r.request_id, reference, r.prompt_ids, got, r.sampling.max_tokens)
     comparison.settle()
-
-
-class SystemClock:
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def unix(self) -> float:
-        return time.time()
 
 
 def test_the_engine_as_a_replica_gets_it_answers_and_stops(tiny_model: ModelFolder) -> None:

@@ -21,6 +21,10 @@ from transformers import (
     GptOssForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -79,6 +83,32 @@ def test_alibi_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
 def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
     model = FalconForCausalLM(FalconConfig(**SMALL, alibi=False))
     assert "attention cannot be replaced" in refusal(saved(model, tmp_path, tiny_model))
+
+
+def test_a_window_that_attention_is_not_told_of_is_refused_beyond_its_length(
+    tmp_path: Path, tiny_model: ModelFolder
+) -> None:
+    """PhiMoE puts its window into the mask alone: with plain causal attention its outputs are others."""
+    config = PhimoeConfig(**SMALL, num_key_value_heads=1, intermediate_size=32, num_local_experts=2, sliding_window=12)
+    model = saved(PhimoeForCausalLM(config), tmp_path, tiny_model)
+    assert "a window of 12 and tells its attention None in layer 0: lower max_model_len to 12" in refusal(model)
+    TorchBackend(model, CONFIG.model_copy(update={"max_model_len": 12}))
+
+
+SMALL_OLMOE: dict[str, Any] = {**SMALL, "num_key_value_heads": 1, "intermediate_size": 32, "num_experts": 2}
+
+
+def test_a_window_that_the_architecture_does_not_have_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
+    """OLMoE hands on whatever its settings say, and its mask knows no window: with one its outputs are others."""
+    config = OlmoeConfig(**{**SMALL_OLMOE, "sliding_window": 12}, num_experts_per_tok=1, eos_token_id=2)
+    model = saved(OlmoeForCausalLM(config), tmp_path, tiny_model)
+    assert "a window of None and tells its attention 12 in layer 0" in refusal(model)
+
+
+def test_a_model_that_cannot_run_one_token_is_refused(tmp_path: Path, tiny_model: ModelFolder) -> None:
+    config = OlmoeConfig(**SMALL_OLMOE, num_experts_per_tok=3, eos_token_id=2)
+    model = saved(OlmoeForCausalLM(config), tmp_path, tiny_model)
+    assert "cannot run one token" in refusal(model)
 
 
 def test_an_argument_of_attention_that_nobody_here_knows_is_refused() -> None:

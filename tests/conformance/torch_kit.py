@@ -130,7 +130,9 @@ class HandDriver:
             for i, row in rows.items():
                 computed[i] += len(row.token_ids)
                 if row.sample is not None:
-                    sequences[i].append(next(drawn))
+                    token_id = next(drawn)
+                    assert token_id is not None
+                    sequences[i].append(token_id)
         return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
     def _row(self, i: int, sequence: list[int], computed: int, count: int) -> Row:

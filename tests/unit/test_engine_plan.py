@@ -66,8 +66,8 @@ def test_a_victim_gives_back_the_block_that_this_plan_had_given_it() -> None:
     )
 
 
-def test_nobody_is_preempted_for_a_request_that_would_get_no_token_in_this_step() -> None:
-    """A prompt ahead of it takes the whole budget: the victim goes on decoding until it is the other's turn."""
+def test_nobody_is_preempted_for_a_request_behind_a_prompt_as_long_as_the_budget() -> None:
+    """It could run no token in this step: the victim goes on decoding until the prompt ahead is nearly through."""
     ahead = running("ahead", 40, computed=0, blocks=11, priority=10)
     lows = [running(f"low{n}", 6, computed=5, blocks=2, priority=-10) for n in range(3)]
     urgent = sequence("urgent", 5, priority=10)
@@ -75,7 +75,7 @@ def test_nobody_is_preempted_for_a_request_that_would_get_no_token_in_this_step(
     assert (got.preempted, got.admitted) == ((), ())
     ahead.computed = 39 - 15
     got = decide([urgent], [ahead, *lows], 30)
-    assert got.preempted == (), "16 tokens ahead of it are still the whole budget"
+    assert got.preempted == (), "16 tokens ahead of it are the whole budget"
     ahead.computed += 1
     got = decide([urgent], [ahead, *lows], 30)
     assert got.preempted == (Preemption(lows[2], urgent),)

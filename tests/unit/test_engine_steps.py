@@ -68,9 +68,9 @@ def test_prompt_and_max_tokens_beyond_the_models_length_end_with_length_there() 
     assert got.finish is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("prompt", [(), tuple(range(40)), tuple(range(41))])
+@pytest.mark.parametrize("prompt", [(), tuple(range(40)), tuple(range(41)), (1, vocab_size()), (-1, 2)])
 def test_a_prompt_that_can_never_run_ends_with_an_error_and_the_next_request_is_served(prompt: tuple[int, ...]) -> None:
-    """Public report: an empty prompt killed the server."""
+    """Public report: an empty prompt killed the server. A token id without a row in the model fails a whole batch."""
     settings = config(max_model_len=40)
     target = engine(settings)
     good = request("good")
@@ -174,6 +174,14 @@ def test_a_resumed_request_that_had_ended_already_ends_without_a_token() -> None
         assert (got.token_ids, got.text, got.finish, got.ends) == ([], "", finish, 1)
 
 
+@pytest.mark.parametrize("prompt", [40, (1, vocab_size())])
+def test_a_continued_request_that_cannot_run_here_ends_behind_what_its_client_has(
+    prompt: int | tuple[int, ...],
+) -> None:
+    got = run_alone(request("r", prompt=prompt, emitted=(3, 4, 5)), config(max_model_len=40))
+    assert (got.token_ids, got.finish, got.ends) == ([], FinishReason.ERROR, 1)
+
+
 def test_continued_work_goes_ahead_of_new_work_of_its_priority() -> None:
     target = engine(config(slots=1, step_token_budget=16))
     target.add(request("new", arrived=0.0), 0)
@@ -261,7 +269,7 @@ def test_load_counts_blocks_held_by_running_and_blocks_wanted_by_waiting_work() 
 class Fragile(ArithmeticBackend):
     """Fails on every batch that has a row with the token `poison`, after it has written half of it."""
 
-    poison = vocab_size() + 1
+    poison = vocab_size() - 1
     failures = 0
 
     def run(self, rows: Sequence[Row]) -> list[int]:
@@ -324,6 +332,31 @@ def test_a_backend_that_draws_too_few_tokens_has_failed() -> None:
     target = Engine(settings, Silent(settings.blocks, settings.block_size_tokens, vocab_size()), byte_level_codec(), ())
     target.add(request("r"), 0)
     assert collect(target)["r"].finish is FinishReason.ERROR
+
+
+def test_a_request_whose_next_token_cannot_be_drawn_ends_alone_with_an_error() -> None:
+    class Overflowing:
+        """Computes no numbers after the seventh token of a request that is drawn by chance."""
+
+        def __init__(self, inner: ArithmeticBackend) -> None:
+            self.inner = inner
+            self.vocab_size = inner.vocab_size
+
+        def run(self, rows: Sequence[Row]) -> list[int | None]:
+            after = [(row.start, row.sample.temperature) for row in rows if row.sample is not None]
+            drawn = self.inner.run(rows)
+            return [None if place == (6, 1.0) else token_id for place, token_id in zip(after, drawn, strict=True)]
+
+    settings = config()
+    target = Engine(settings, Overflowing(backend_for(settings)), byte_level_codec(), (EOS,))
+    bystander = request("bystander")
+    target.add(request("overflows", temperature=1.0), 0)
+    target.add(bystander, 0)
+    outputs = collect(target)
+    assert (outputs["overflows"].finish, len(outputs["overflows"].token_ids)) == (FinishReason.ERROR, 2)
+    assert same(outputs["bystander"], undisturbed(bystander, max_model_len=settings.max_model_len))
+    load = target.load()
+    assert (load.blocks_free, load.tokens_total) == (settings.blocks, 2 + len(outputs["bystander"].token_ids))
 
 
 # --- the books ---

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from cluster.config import DEFAULT_CLASSES
 from cluster.model import ModelFolder
@@ -13,6 +15,7 @@ from cluster.types import RequestId
 from router.errors import ApiError
 from router.fields import NOT_OFFERED
 from router.openai import Api, ChatBody, CompletionBody, Prepared, RequestParser
+from tests.tiny_model import make_tiny_llama
 
 MAX_LEN = 256
 HI = [{"role": "user", "content": "hi"}]
@@ -380,6 +383,22 @@ def test_message_to_the_client_does_not_return_its_own_flood(parser: RequestPars
             completion(parser, **fields)
         assert len(caught.value.body.message) < 300
         assert len(caught.value.body.param or "") <= 64
+
+
+def test_text_with_a_token_that_the_model_has_no_embedding_of_is_refused(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "padded")
+    tokenizer = Tokenizer.from_file(str(model.tokenizer_path))
+    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.save(str(model.tokenizer_path))
+    assert tokenizer.token_to_id("[PAD]") == model.vocab_size
+    padded = RequestParser(model, MAX_LEN, DEFAULT_CLASSES, "standard")
+    for send, fields, param in (
+        (completion, {"prompt": "a [PAD]"}, "prompt"),
+        (chat, {"messages": [{"role": "user", "content": "[PAD]"}]}, "messages"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            send(padded, **fields)
+        assert (refused.value.status, refused.value.body.param) == (400, param)
 
 
 def test_model_without_a_chat_template_says_so(tiny_model: ModelFolder) -> None:

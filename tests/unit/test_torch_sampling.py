@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -100,6 +101,20 @@ def test_a_tiny_temperature_is_as_good_as_greedy() -> None:
         assert draw(logits, [spec(temperature=temperature, uniform=0.999)]) == [1]
 
 
+@pytest.mark.parametrize("spoilt", [[math.nan], [math.inf], [math.nan, -math.inf], [-math.inf] * 5_000])
+@pytest.mark.parametrize(
+    "s", [spec(temperature=0.0), spec(), spec(top_p=0.9), spec(top_k=5), spec(top_k=5, top_p=0.9)], ids=str
+)
+def test_nothing_is_drawn_from_what_is_no_number_and_other_rows_are_drawn_all_the_same(
+    spoilt: list[float], s: SampleSpec
+) -> None:
+    logits = torch.randn((3, 5_000), generator=torch.Generator().manual_seed(4))
+    first, _, last = draw(logits, [s] * 3)
+    logits[1, 3 : 3 + len(spoilt)] = torch.tensor(spoilt)[:4_997]
+    logits[1, :3] = -math.inf
+    assert draw(logits, [s] * 3) == [first, None, last]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -147,7 +162,8 @@ def test_many_uniforms_reproduce_the_distribution() -> None:
     logits = [rng.gauss(0, 1.5) for _ in range(12)]
     draws = 20_000
     specs = [spec(temperature=1.2, uniform=rng.random()) for _ in range(draws)]
-    counts = np.bincount(draw(torch.tensor([logits]).expand(draws, -1), specs), minlength=12)
+    drawn = Counter(draw(torch.tensor([logits]).expand(draws, -1), specs))
+    counts = np.array([drawn[token_id] for token_id in range(12)])
     expected = np.array(kept_distribution(logits, specs[0])) * draws
     assert float(((counts - expected) ** 2 / expected).sum()) < 49.4
 

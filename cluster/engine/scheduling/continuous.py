@@ -12,8 +12,9 @@ Owns: `plan`. Imports cluster.config and cluster.engine.scheduling. The rules, i
    for each running one stays free: they will soon want it, and would preempt it or each other. (At one and a half times
    the pool's demand this takes away 40 % of all preemptions and costs 1 % more steps.)
    The first that cannot be admitted ends admission: nobody of the same or a lower urgency slips past it. Nor does
-   anybody behind a sequence that was preempted in this very step: it keeps its place. One for which this step's budget
-   leaves no token, because prefill ahead of it takes all, is not yet admitted, nor anybody preempted for it.
+   anybody behind a sequence that was preempted in this very step: it keeps its place. Where the prompts ahead of it are
+   by themselves as long as the budget, a sequence could run no token yet: it is not yet admitted, nor anybody preempted
+   for it.
 3. Budget. Each decode costs one token; what is left goes to prefill, in order. Slots do not outnumber the budget's
    tokens, so that decodes always fit, but they may leave prefill as little as one token per step. Prefill is therefore
    owed a share of the budget, for which decodes yield:

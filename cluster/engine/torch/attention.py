@@ -114,16 +114,18 @@ class PagedCache:
 
 
 class ShapeProbe:
-    """Stands in for a step while a model is loaded, and notes which layers call with which shapes."""
+    """Stands in for a step while a model is loaded, and notes which layers call with which shapes and windows."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, LayerShape]] = []
+        self.windows: list[int | None] = []
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
     ) -> Tensor:
-        del scaling, window
+        del scaling
         self.seen.append((layer, LayerShape(key.shape[1], key.shape[3], value.shape[3])))
+        self.windows.append(window)
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
 
 

@@ -44,6 +44,7 @@ class TorchBackend:
                 f"{model.name} was made for {model.max_position_embeddings} tokens: "
                 f"lower max_model_len ({config.max_model_len}) to that"
             )
+        self.vocab_size = model.vocab_size
         self._device = torch.device("cpu")
         self._dtype = DTYPES[config.dtype]
         self._model, shapes = load_model(model, config.dtype, config.max_model_len)
@@ -51,7 +52,7 @@ class TorchBackend:
         self.cache = PagedCache(shapes, config.blocks, config.block_size_tokens, self._dtype, self._device)
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Row]) -> list[int]:
+    def run(self, rows: Sequence[Row]) -> list[int | None]:
         if not rows:
             return []
         layout = lay_out(rows, self.cache.block_size_tokens)

@@ -62,7 +62,7 @@ def load_model(model: ModelFolder, dtype: DType, max_model_len: int) -> tuple[Pr
             f"shape, such as {astray[0]}"
         )
     loaded.requires_grad_(False)
-    return loaded, _probe(model.name, loaded)
+    return loaded, _probe(model.name, loaded, max_model_len)
 
 
 def refuse_unsupported(name: str, config: PretrainedConfig, max_model_len: int) -> None:
@@ -96,8 +96,8 @@ def refuse_unsupported(name: str, config: PretrainedConfig, max_model_len: int) 
         raise ModelFolderError(f"{name} ({config.model_type}) needs what is not supported here: {'; '.join(found)}")
 
 
-def _probe(name: str, model: PreTrainedModel) -> list[LayerShape]:
-    """Run one token and see that every layer's attention, once, came to us."""
+def _probe(name: str, model: PreTrainedModel, max_model_len: int) -> list[LayerShape]:
+    """Run one token and see that every layer's attention, once, came to us, with its window where it has one."""
     parameters = inspect.signature(model.forward).parameters
     missing = [p for p in ("position_ids", "logits_to_keep") if p not in parameters]
     if missing:
@@ -115,13 +115,35 @@ def _probe(name: str, model: PreTrainedModel) -> list[LayerShape]:
         raise ModelFolderError(
             f"{name} ({type(model).__name__}) does not hand the step to its attention: {_one_line(error)}"
         ) from error
+    except (RuntimeError, ValueError, LookupError, AttributeError) as error:
+        raise ModelFolderError(f"{name} ({type(model).__name__}) cannot run one token: {_one_line(error)}") from error
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if [layer for layer, _ in probe.seen] != list(range(layers)):
         raise ModelFolderError(
             f"{name} ({type(model).__name__}) computes attention in its own way in some of its {layers} layers: "
             "not supported here"
         )
+    _check_windows(name, model, probe.windows, max_model_len)
     return [shape for _, shape in probe.seen]
+
+
+def _check_windows(name: str, model: PreTrainedModel, windows: list[int | None], max_model_len: int) -> None:
+    """See that each layer tells its attention (`windows`) of the window that it means.
+
+    Some architectures put a window into the mask alone, which is not asked for here; others hand one on, from settings
+    that they do not have, and do not mean it.
+    """
+    text = model.config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None) if kinds or hasattr(type(text), "sliding_window") else None
+    meant = [window if kind == "sliding_attention" else None for kind in kinds or ["sliding_attention"] * len(windows)]
+    for layer, (means, told) in enumerate(zip(meant, windows, strict=True)):
+        shorter = [w for w in (means, told) if w is not None and w < max_model_len]
+        if means != told and shorter:
+            raise ModelFolderError(
+                f"{name} ({type(model).__name__}) means a window of {means} and tells its attention {told} in layer "
+                f"{layer}: lower max_model_len to {min(shorter)}"
+            )
 
 
 def _one_line(error: Exception) -> str:

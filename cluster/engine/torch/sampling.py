@@ -28,11 +28,15 @@ MIN_TEMPERATURE = 1e-8
 """Lower ones are taken as this: as good as greedy, and still far from overflow in float32."""
 
 
-def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """Token ids, one per row of `logits` [rows, vocabulary]."""
-    token_ids: list[int] = logits.argmax(dim=-1).tolist()
-    for i, spec in enumerate(specs):
-        if spec.temperature > 0:
+def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
+    """Token ids, one per row of `logits` [rows, vocabulary]; None where the greatest logit is NaN or infinite."""
+    best = logits.argmax(dim=-1, keepdim=True)  # where a row has a NaN, that one
+    token_ids: list[int | None] = best[:, 0].tolist()
+    is_finite: list[bool] = logits.gather(1, best)[:, 0].isfinite().tolist()
+    for i, (spec, is_number) in enumerate(zip(specs, is_finite, strict=True)):
+        if not is_number:
+            token_ids[i] = None
+        elif spec.temperature > 0:
             token_ids[i] = _draw_by_chance(logits[i], spec)
     return token_ids
 

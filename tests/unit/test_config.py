@@ -1,0 +1,36 @@
+"""Configuration explains itself, and what cannot work is refused where it is read."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from pydantic import ValidationError
+
+from cluster import config
+from cluster.config import Config, EngineConfig, RouterConfig, TransportConfig
+
+MODELS = [m for _, m in inspect.getmembers(config, inspect.isclass) if issubclass(m, Config) and m is not Config]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_field_says_what_it_is_for(model: type[Config]) -> None:
+    assert [name for name, field in model.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "said"),
+    [
+        (EngineConfig, {"slots": 65, "step_token_budget": 64}, "must not exceed step_token_budget"),
+        (EngineConfig, {"blocks": 127, "block_size_tokens": 16, "max_model_len": 2048}, "must hold one request"),
+        (EngineConfig, {"max_model_len": 1}, "max_model_len"),  # no room for a prompt and an output
+        (EngineConfig, {"slot": 1}, "slot"),
+        (RouterConfig, {"default_class": "gold"}, "default_class 'gold'"),
+        (RouterConfig, {"classes": [{"name": n, "priority": 0} for n in ("a", "b")], "default_class": "a"}, "differ"),
+        (RouterConfig, {"classes": [{"name": "a", "priority": p} for p in (0, 1)], "default_class": "a"}, "differ"),
+        (TransportConfig, {"max_frame_bytes": 2**20, "outbox_max_bytes": 2**20}, "at least 4 x outbox_max_bytes"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(model: type[Config], values: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        model.model_validate(values)
