@@ -167,7 +167,7 @@ class Granted(Message, frozen=True):
 
 
 class Roster(Message, frozen=True):
-    """The replicas that the controller knows. It only ever adds: absence closes nothing."""
+    """The replicas that the controller knows. Absence closes no link; one that is named is tried again and again."""
 
     entries: tuple[RosterEntry, ...]
 

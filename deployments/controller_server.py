@@ -91,21 +91,26 @@ class ControllerServer:
 
     def peer_gone(self, peer: _Peer) -> None:
         self._peers.discard(peer)
+        if peer.entry is not None:
+            self._tell_routers()
 
     def message(self, peer: _Peer, message: ToController) -> None:
         match message:
             case ReplicaHere(entry=entry, pid=pid):
                 peer.entry, peer.pid = entry, pid
-                roster = self._roster()
-                for other in self._peers:
-                    if other.role == "router":
-                        other.link.send(roster)
+                self._tell_routers()
             case ReplicaStatus(report=report):
                 peer.report, peer.reported_at = report, self._clock.monotonic()
             case RouterStatus():
                 peer.router = message
             case StatusRequest(ask_id=ask_id):
                 peer.link.send(self._status(ask_id))
+
+    def _tell_routers(self) -> None:
+        roster = self._roster()
+        for peer in self._peers:
+            if peer.role == "router":
+                peer.link.send(roster)
 
     def _roster(self) -> Roster:
         return Roster(entries=tuple(sorted((p.entry for p in self._peers if p.entry), key=lambda e: e.replica_id)))

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from cluster.clock import SystemClock
 from cluster.messages import ClusterStatus, FromController, Granted, Roster, RosterEntry, RouterStatus, StatusRequest
 from cluster.model import ModelFolder
-from cluster.types import Generation, ReplicaId, RouterId
+from cluster.types import Generation, RouterId
 from deployments.controller_link import ControllerLink, Find
 from deployments.replica_link import ReplicaLink
 from deployments.settings import Instance
@@ -32,6 +32,7 @@ from router.core import RouterCore
 from router.metrics_sink import RouterMetrics
 
 _TICK_S = 0.1
+_LATE_S = 0.5
 _STATUS_EVERY_TICKS = 5
 _STATUS_TIMEOUT_S = 1.0
 _BACKLOG = 2048
@@ -48,7 +49,8 @@ class RouterProcess:
         self._clock = SystemClock()
         registry = CollectorRegistry()
         self.core = RouterCore(profile.router, self._clock, random.Random(), RouterMetrics(registry))
-        self._links: dict[tuple[ReplicaId, Generation], ReplicaLink] = {}
+        self._roster: frozenset[RosterEntry] = frozenset()
+        self._links: dict[RosterEntry, ReplicaLink | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._asks: dict[int, asyncio.Future[ClusterStatus]] = {}
         self._ask_ids = itertools.count()
@@ -97,8 +99,11 @@ class RouterProcess:
     def _from_controller(self, message: FromController) -> None:
         match message:
             case Roster(entries=entries):
-                for entry in entries:
-                    self._meet(entry)
+                self._roster = frozenset(entries)
+                for entry in self._roster - self._links.keys():
+                    # None until the task runs: an entry is met once.
+                    self._links[entry] = None
+                    self._spawn(self._keep_link(entry), f"link to {entry.replica_id}")
             case ClusterStatus(ask_id=ask_id):
                 ask = self._asks.get(ask_id)
                 if ask is not None and not ask.done():
@@ -106,20 +111,19 @@ class RouterProcess:
             case Granted():
                 pass  # for replicas
 
-    def _meet(self, entry: RosterEntry) -> None:
-        key = (entry.replica_id, entry.generation)
-        if key in self._links:
-            return
+    async def _keep_link(self, entry: RosterEntry) -> None:
+        """Link to a replica, again and again for as long as the roster names it: one that was out of reach for a while
+        (a stalled process, a cut network) is used again. Absence from the roster ends no link, only the trying."""
         identity = Identity("router", self._id, self._secret, self._model.identity)
-        link = self._links[key] = ReplicaLink(entry, identity, self.core, self._profile.transport, self._add_numbers)
-
-        async def live() -> None:
-            try:
+        transport = self._profile.transport
+        try:
+            while entry in self._roster:
+                link = ReplicaLink(entry, identity, self.core, transport, self._add_numbers)
+                self._links[entry] = link
                 await link.run()
-            finally:
-                del self._links[key]
-
-        self._spawn(live(), f"link to {entry.replica_id}")
+                await asyncio.sleep(transport.backoff_max_s)
+        finally:
+            del self._links[entry]
 
     async def _cluster_status(self) -> ClusterStatus | None:
         """The controller's picture; None where it does not answer within a second."""
@@ -137,8 +141,14 @@ class RouterProcess:
             del self._asks[ask_id]
 
     async def _tick(self) -> None:
+        ticked_s = self._clock.monotonic()
         for count in itertools.count():
-            self.core.tick()
+            late_s = self._clock.monotonic() - ticked_s
+            ticked_s += late_s
+            # After a pause of this process (a suspended machine, a stopped process) reports wait in the sockets:
+            # silence that we did not listen to says nothing. The next tick, 100 ms on, has read them.
+            if late_s < _LATE_S:
+                self.core.tick()
             if count % _STATUS_EVERY_TICKS == 0:
                 self._controller.send(
                     RouterStatus(
@@ -168,7 +178,8 @@ class RouterProcess:
             self._http.should_exit = True
             await self._http_task
         for link in list(self._links.values()):
-            link.close()
+            if link is not None:
+                link.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -179,6 +190,9 @@ def _http_server(app: Any) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
+            # httptools would be faster; but with it uvicorn forgets to tell a request that its client has left when
+            # another is pipelined behind it, loses the body of one that offers an upgrade, and takes endless headers.
+            http="h11",
             log_config=None,
             access_log=False,
             lifespan="on",

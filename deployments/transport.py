@@ -223,10 +223,12 @@ def _hello(identity: Identity, challenge: Challenge, nonce: bytes) -> Hello:
     return msgspec.structs.replace(hello, proof=_proof(identity.secret, challenge.nonce, hello))
 
 
-def _refusal(hello: Hello, identity: Identity, nonce: bytes, roles: frozenset[str]) -> str | None:
-    """Why this hello is not let in, by name, or None. The proof goes first: others learn nothing of us."""
-    if not hmac.compare_digest(hello.proof, _proof(identity.secret, nonce, hello)):
-        return "secret: the proof does not match this cluster's secret"
+def _proven(hello: Hello, secret: bytes, nonce: bytes) -> bool:
+    return hmac.compare_digest(hello.proof, _proof(secret, nonce, hello))
+
+
+def _refusal(hello: Hello, identity: Identity, roles: frozenset[str]) -> str | None:
+    """Why this hello, which is proven, is not let in, by name; or None."""
     if hello.version_oldest > PROTOCOL_NEWEST or hello.version_newest < PROTOCOL_OLDEST:
         return (
             f"protocol version: {hello.version_oldest} to {hello.version_newest} spoken there, "
@@ -243,7 +245,8 @@ class Acceptor:
     """The accepting side of every link on one port.
 
     `identity` is called for each hello, so that a generation may change between links; `on_link` makes the handler of
-    a link that was let in. At most `_MAX_GREETED` connections wait in the handshake; more are closed unheard.
+    a link that was let in. At most `_MAX_GREETED` connections wait in the handshake; beyond that the
+    oldest is closed.
     """
 
     def __init__(
@@ -260,14 +263,16 @@ class Acceptor:
         self._on_link = on_link
         self._config = config
         self._server: asyncio.Server | None = None
+        self._secret = b""
         self._links: set[Link] = set()
-        self._greeted: set[Link] = set()
-        """Those of `_links` that have not been let in yet."""
+        self._greeted: dict[Link, None] = {}
+        """Those of `_links` that have not been let in yet, oldest first."""
 
     async def listen(self, host: str, port: int, secret: bytes) -> tuple[str, int]:
         """Bind and return the address. Raises TransportError where there is no secret and `host` is not loopback."""
         if not secret and not _is_loopback(host):
             raise TransportError(f"no secret is set, so {host} is refused: set a secret or listen on 127.0.0.1")
+        self._secret = secret
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._accept, host, port)
         bound = self._server.sockets[0].getsockname()
@@ -306,7 +311,7 @@ class Acceptor:
         def on_closed(reason: str) -> None:
             timer.cancel()
             self._links.discard(link)
-            self._greeted.discard(link)
+            self._greeted.pop(link, None)
             LOG.info("link refused or broken before its welcome: %s", reason)
 
         link = _GreetingLink(
@@ -314,15 +319,19 @@ class Acceptor:
         )
         timer = loop.call_later(self._config.handshake_timeout_s, link.abort, "no hello in time")
         self._links.add(link)
-        self._greeted.add(link)
+        self._greeted[link] = None
         if len(self._greeted) > _MAX_GREETED:
-            loop.call_soon(link.abort, "too many connections in the handshake")
+            # The oldest: one of ours says its hello at once, so whoever has waited longest is none of ours.
+            next(iter(self._greeted)).abort("too many connections in the handshake")
         return link
 
     def _answer(self, link: Link, hello: Hello, nonce: bytes) -> None:
+        # Nothing is decided or learnt from a hello before it is proven.
+        if not _proven(hello, self._secret, nonce):
+            self._refuse(link, "secret: the proof does not match this cluster's secret")
+            return
         identity = self._identity(hello)
-        reason = _refusal(hello, identity, nonce, self._roles)
-        if reason is None:
+        if (reason := _refusal(hello, identity, self._roles)) is None:
             welcome = Welcome(
                 version=min(PROTOCOL_NEWEST, hello.version_newest),
                 sender_id=identity.sender_id,
@@ -331,12 +340,15 @@ class Acceptor:
                 max_frame_bytes=self._config.max_frame_bytes,
             )
             link.send(msgspec.structs.replace(welcome, proof=_proof(identity.secret, hello.nonce, welcome)))
-            self._greeted.discard(link)
+            self._greeted.pop(link, None)
             tracked = _Tracked(self._on_link(link, hello), link, self._links)
             link.hand_over(self._decode, tracked, self._config.max_frame_bytes)
         else:
-            link.send(Rejected(reason=reason))
-            link.close(f"refused {hello.role} {hello.sender_id}: {reason}")
+            self._refuse(link, reason)
+
+    def _refuse(self, link: Link, reason: str) -> None:
+        link.send(Rejected(reason=reason))
+        link.close(f"refused: {reason}")
 
 
 class _GreetingLink(Link):

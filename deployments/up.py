@@ -102,6 +102,17 @@ def preflight(profile: Profile, model: ModelFolder) -> None:
         )
 
 
+def with_port(profile: Profile) -> Profile:
+    """Port 0 replaced by a free one: a router that is started again must come back where it was."""
+    if profile.router.port:
+        return profile
+    family = socket.AF_INET6 if ":" in profile.router.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((profile.router.host, 0))
+        port = probe.getsockname()[1]
+    return profile.model_copy(update={"router": profile.router.model_copy(update={"port": port})})
+
+
 def _check_port(host: str, port: int) -> None:
     """Ray would report a port in use only after ten seconds, as a failed deployment."""
     if port == 0:
@@ -140,7 +151,7 @@ class LocalInstance:
     """One running Forebay with its own Ray cluster. Use as a context manager: leaving it ends everything."""
 
     def __init__(self, profile: Profile, model: ModelFolder, environment: Environment) -> None:
-        self._profile = profile
+        self._profile = with_port(profile)
         self._model = model
         self._environment = environment
         self._children: dict[int, float] = {}

@@ -319,5 +319,5 @@ def _headers(scope: Scope) -> dict[str, str]:
     """Names are lower case in ASGI already; of a repeated one the first counts."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
-        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        headers.setdefault(name.decode("latin-1"), value.decode("latin-1").strip())
     return headers

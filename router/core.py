@@ -203,7 +203,8 @@ class RouterCore:
         now_s = self.clock.monotonic()
         for replica in self._fleet.fenced(now_s):
             for request_id in list(replica.reservations):
-                self._continue(self._live[request_id], replica, "fenced", now_s, abort=True)
+                # Silence is no death: what an engine may have died of is counted when it is lost.
+                self._continue(self._live[request_id], replica, "fenced", now_s, abort=True, lost=False)
         for request_id, (asked, asked_at_s) in list(self._gaps.items()):
             if now_s - asked_at_s > self._config.silent_after_s:
                 self._ask_again(self._live[request_id], asked, now_s)
@@ -290,8 +291,8 @@ class RouterCore:
         if live.journal.next_index >= live.request.sampling.max_tokens:
             self._finalize(live, Outcome.FINISHED, finish=FinishReason.LENGTH)
             return
+        self._metrics.continued(why)
         if lost:
-            self._metrics.continued(why)
             live.losses += 1
             if live.losses >= self._config.max_attempts:
                 self._finalize(live, Outcome.REPLICA_LOST)

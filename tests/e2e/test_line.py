@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from cluster.metrics import IN_FLIGHT, PREEMPTIONS, QUEUED, REQUESTS
+from deployments.transport import RejectedError
 from ops.examples.priority import demonstrate
 from tests.e2e.conftest import PROFILE, STEP_S
 from tests.line import Line, until
@@ -219,6 +220,24 @@ async def test_a_client_that_leaves_while_decoding_frees_its_blocks_within_a_sec
     assert await slow_line.metric(REQUESTS, outcome="cancelled") == 1
 
 
+async def test_a_client_that_leaves_with_another_request_pipelined_behind_is_noticed_too(slow_line: Line) -> None:
+    host, port = slow_line.url.removeprefix("http://").split(":")
+    payload = json.dumps(body(max_tokens=500)).encode()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+    writer.write(head.encode() + payload + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    await reader.readuntil(b"data: ")
+    writer.transport.abort()
+    assert await nothing_is_left(slow_line) < 1.0
+    assert await slow_line.metric(REQUESTS, outcome="cancelled") == 1
+
+
+async def test_a_request_that_offers_http_2_is_answered(line: Line) -> None:
+    upgrade = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
+    answer = await line.client.post("/v1/completions", json=body(stream=False, max_tokens=2), headers=upgrade)
+    assert answer.status_code == 200, answer.text
+
+
 async def test_a_client_that_leaves_in_prefill_frees_its_blocks_within_a_second(slow_line: Line) -> None:
     """960 tokens at 64 a step are 15 steps, close to a second: it leaves when the first have run."""
     prompt = list(range(10, 970))
@@ -250,6 +269,28 @@ async def test_a_client_that_leaves_the_queue_never_reaches_a_replica(slow_line:
     adds = sum(r.engine.progress().load.adds_total for r in slow_line.replicas)
     assert adds == SLOTS
     assert await nothing_is_left(slow_line) < 1.0
+
+
+async def test_a_replica_that_was_out_of_reach_is_used_again(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = asyncio.Event()
+    replica_lost = line.router.core.replica_lost
+
+    def told(*args: Any) -> None:
+        replica_lost(*args)
+        lost.set()
+
+    async def unreachable(*args: Any) -> None:
+        raise RejectedError("cut off by the test")
+
+    monkeypatch.setattr(line.router.core, "replica_lost", told)
+    with monkeypatch.context() as cut:
+        cut.setattr("deployments.replica_link.connect", unreachable)
+        link = next(link for link in line.router._links.values() if link is not None)
+        assert link._link is not None
+        link._link.abort("cut off by the test")
+        await asyncio.wait_for(lost.wait(), 10)
+        await until(line.ready_replicas, (1.0).__eq__)
+    await until(line.ready_replicas, (2.0).__eq__)
 
 
 @pytest.mark.slow

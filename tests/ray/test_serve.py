@@ -107,6 +107,25 @@ async def test_a_killed_replica_costs_no_stream_its_text_and_comes_back_and_is_u
         await until(newcomer_steps, lambda tokens: tokens > 0, within_s=30)
 
 
+async def test_streams_survive_pauses_of_the_router_and_of_a_replica(instance: Served, tiny_model: ModelFolder) -> None:
+    """A suspended machine, a stopped process: silence on both sides, and no engine has died."""
+    model = served_name(tiny_model)
+    async with client_of(instance.url) as client:
+        reference = (await client.post("/v1/completions", json=body(model=model, max_tokens=900, stream=False))).json()
+        readers = [Reader(client, body(model=model, max_tokens=900)) for _ in range(16)]
+        await asyncio.gather(*(reader.begun.wait() for reader in readers))
+        (router,) = instance.status()["cluster"]["routers"]
+        paused = [router["pid"], router["pid"], router["pid"], *instance.replicas().values()]
+        for pid in paused:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(3.6)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.3)
+        await asyncio.gather(*(reader.task for reader in readers))
+        assert [reader.errors for reader in readers] == [[]] * 16
+        assert {reader.text for reader in readers} == {reference["choices"][0]["text"]}
+
+
 async def test_streams_go_on_while_the_controller_is_dead_and_it_comes_back(
     instance: Served, tiny_model: ModelFolder
 ) -> None:

@@ -22,11 +22,12 @@ from cluster.messages import (
     RosterEntry,
     StatusRequest,
     ToController,
+    Welcome,
 )
 from cluster.types import EngineLoad, Generation, ReplicaId, ReplicaReport, ReplicaState
 from deployments.controller_link import ControllerLink
 from deployments.controller_server import ROLES, ControllerServer
-from deployments.transport import Acceptor, Identity
+from deployments.transport import Acceptor, Identity, Link, LinkHandler, RejectedError, connect
 
 T = TypeVar("T")
 SECRET = b"s" * 32
@@ -128,6 +129,30 @@ async def test_generations_rise_and_survive_the_controller(place: Place) -> None
     granted = await newest.heard.get()
     assert isinstance(granted, Granted)
     assert granted.generation.number == 43
+
+
+async def test_a_hello_that_is_not_proven_teaches_the_controller_nothing(place: Place) -> None:
+    await place.start()
+    assert place.address is not None
+    liar = Identity("replica", "liar", b"x" * 32, controller_generation_seen=Generation(2**64 - 1, "evil"))
+
+    def unwelcome(link: Link, welcome: Welcome) -> LinkHandler:
+        raise AssertionError("it was let in")
+
+    with pytest.raises(RejectedError, match=r"^secret"):
+        await connect(*place.address, liar, msgspec.msgpack.decode, unwelcome, CONFIG)
+    assert await Peer(place, "router").ups.get() == 1
+
+
+async def test_routers_hear_that_a_replica_has_gone(place: Place) -> None:
+    await place.start()
+    router, replica = Peer(place, "router"), Peer(place, "replica")
+    await replica.ups.get()
+    replica.link.send(ReplicaHere(entry=ENTRY, pid=7))
+    await heard(router, Roster, lambda roster: roster.entries)
+    assert replica.link._link is not None
+    replica.link._link.abort("gone")
+    await heard(router, Roster, lambda roster: not roster.entries)
 
 
 async def test_an_older_controller_is_refused(place: Place) -> None:

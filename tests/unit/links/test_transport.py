@@ -192,7 +192,8 @@ async def test_a_protocol_version_that_is_not_spoken_is_refused_by_name(
     hello = transport._hello(router(), Challenge(version_oldest=1, version_newest=1, nonce=nonce), b"c" * 32)
     monkeypatch.undo()
     identity = Identity("replica", "r1", SECRET, "m1")
-    reason = transport._refusal(hello, identity, nonce, frozenset({"router"}))
+    assert transport._proven(hello, SECRET, nonce)
+    reason = transport._refusal(hello, identity, frozenset({"router"}))
     assert reason == f"protocol version: {PROTOCOL_NEWEST + 7} to {PROTOCOL_NEWEST + 9} spoken there, 1 to 1 here"
     del listener
 
@@ -288,6 +289,18 @@ async def test_a_silent_stranger_is_closed_in_time(listen: Listen) -> None:
     assert await reader.read() == b""
     writer.close()
     await writer.wait_closed()
+
+
+async def test_silent_strangers_keep_nobody_out(listen: Listen) -> None:
+    listener = await listen()
+    strangers = [await asyncio.open_connection(listener.host, listener.port) for _ in range(300)]
+    link, _, _ = await link_to(listener, router())
+    link.send(Goodbye())
+    assert await (await listener.accepted.get()).messages.get() == Goodbye()
+    for _, writer in strangers:
+        writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def test_connecting_to_a_silent_listener_ends_in_time() -> None:
