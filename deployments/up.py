@@ -93,7 +93,10 @@ def preflight(profile: Profile, model: ModelFolder) -> None:
         UsageError: the port is in use, memory is short, or the model cannot hold the configured length.
     """
     _check_port(profile.router.host, profile.router.port)
-    need = profile.replicas * memory_bytes(model, profile.engine) + _RAY_BYTES
+    try:
+        need = profile.replicas * memory_bytes(model, profile.engine) + _RAY_BYTES
+    except ModelFolderError as error:
+        raise UsageError(str(error)) from error
     have = psutil.virtual_memory().available
     if need > have:
         raise UsageError(

@@ -251,6 +251,17 @@ def test_status_shows_the_replicas_and_as_json_what_the_router_answered(instance
     assert "0/32" in shown
 
 
+def test_weights_that_are_no_weights_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "noise")
+    (model.path / "model.safetensors").write_bytes(b"these are not the weights")
+    command = [sys.executable, "-m", "ops.cli", "serve", "--port", "0", "--model", str(model.path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "model.safetensors is no safetensors file" in line
+    assert "Starting" not in ended.stdout
+
+
 def test_a_model_that_does_not_load_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:
     model = make_tiny_llama(tmp_path / "broken")
     weights = model.path / "model.safetensors"
