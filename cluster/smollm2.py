@@ -22,10 +22,14 @@ CONVERTER_VERSION = 1
 """Raised when the conversion writes something else; older folders are then made anew."""
 
 
+def default_cache(environ: Mapping[str, str]) -> Path:
+    """Forebay's folder in the user's cache (XDG base directories)."""
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "forebay"
+
+
 def default_model_cache(environ: Mapping[str, str]) -> Path:
-    """The folder that holds converted models: forebay/models in the user's cache (XDG base directories)."""
-    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "forebay" / "models"
+    """The folder that holds converted models, unless a setting names another cache."""
+    return default_cache(environ) / "models"
 
 
 def has_receipt(folder: Path) -> bool:

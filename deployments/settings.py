@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cluster.config import Config, EngineConfig, HealthConfig, RouterConfig, TransportConfig
+from cluster.smollm2 import default_cache
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -29,7 +30,7 @@ class Environment(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="FOREBAY_", frozen=True, extra="ignore")
 
     cache_dir: Path = Field(
-        default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "forebay",
+        default_factory=lambda: default_cache(os.environ),
         description="Converted models and the state of running instances.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

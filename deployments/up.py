@@ -90,7 +90,7 @@ def preflight(profile: Profile, model: ModelFolder) -> None:
     """Check what would otherwise fail late and obscurely.
 
     Raises:
-        UsageError: the port is in use, memory is short, or the model cannot hold the configured length.
+        UsageError: the port is in use, memory is short, or the model's files do not say how much it takes.
     """
     _check_port(profile.router.host, profile.router.port)
     try:

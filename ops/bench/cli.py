@@ -189,7 +189,6 @@ def step(
     Rounds alternate in one process, so the ratio holds where the machine's speed does not. Needs no running server.
     """
     import asyncio
-    import os
 
     from rich.progress import Progress
     from uvloop import new_event_loop
@@ -198,7 +197,8 @@ def step(
     from cluster.config import DType, EngineConfig
     from cluster.engine.torch.build import build_embedded_engine, prepare_process
     from cluster.model import ModelFolder, ModelFolderError
-    from cluster.smollm2 import default_model_cache, ensure_smollm2
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment
     from ops.bench.step import StepSettings, TimedEngine, build_report, measure
     from ops.errors import CommandError
     from ops.report import check_writable, console, print_rows, write_json
@@ -210,7 +210,7 @@ def step(
     config = EngineConfig(slots=streams, step_token_budget=streams, dtype=DType(dtype), max_model_len=1024)
     prepare_process()
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(default_model_cache(os.environ)))
+        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
         engine = TimedEngine(build_embedded_engine(folder, config, SystemClock()), streams)
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
