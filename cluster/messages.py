@@ -21,8 +21,8 @@ from cluster.types import (
     TokenDelta,
 )
 
-PROTOCOL_NEWEST = 1
-PROTOCOL_OLDEST = 1
+PROTOCOL_NEWEST = 2
+PROTOCOL_OLDEST = 2
 """The oldest version that this code still speaks."""
 
 
@@ -90,7 +90,6 @@ class ResendFrom(Message, frozen=True):
 
     request_id: RequestId
     attempt: int
-    choice: int
     index: int
 
 

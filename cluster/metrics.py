@@ -18,7 +18,14 @@ LATENCY_BUCKETS_SECONDS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
-REQUESTS = Metric("forebay_requests", "Requests that ended, by class and outcome.", ("priority_class", "outcome"))
+PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
+
+REQUESTS = Metric(
+    "forebay_requests",
+    "Requests that ended, by class and outcome; each choice of a client's n is one.",
+    ("priority_class", "outcome"),
+)
 TTFT = Metric("forebay_ttft_seconds", "From arrival to the first token sent to the client.", ("priority_class",))
 TPOT = Metric("forebay_tpot_seconds", "(end - first token) / (tokens - 1) of finished requests.", ("priority_class",))
 E2E = Metric("forebay_e2e_seconds", "From arrival to the end of finished requests.", ("priority_class",))
@@ -28,7 +35,19 @@ TOKENS_IN = Metric("forebay_prompt_tokens", "Prompt tokens of accepted requests.
 QUEUED = Metric("forebay_queued_requests", "Requests in the router's queue.", ("priority_class",))
 QUEUED_BYTES = Metric("forebay_queued_bytes", "Bytes in the router's queue.", ("priority_class",))
 IN_FLIGHT = Metric("forebay_in_flight_requests", "Requests dispatched to replicas and not ended.", ("priority_class",))
-PREEMPTIONS = Metric("forebay_preemptions", "Requests taken out of a running batch.", ("priority_class", "cause"))
+PREEMPTIONS = Metric(
+    "forebay_preemptions",
+    "Requests taken out of a running batch, or whose kept blocks were taken, by why and by what became of their KV.",
+    ("priority_class", "cause", "means"),
+)
+PREEMPTIONS_PER_REQUEST = Metric(
+    "forebay_request_preemptions", "Preemptions of one request from its arrival to its end.", ("priority_class",)
+)
+OUTPUT_OVER_STATED = Metric(
+    "forebay_output_over_stated",
+    "Output tokens of finished requests over the output length that they had stated.",
+    ("priority_class",),
+)
 CONTINUED = Metric("forebay_continued", "Requests continued on another replica, by why.", ("reason",))
 FENCED = Metric("forebay_fenced_deltas", "Deltas dropped: of an old attempt, or repeats.", ("kind",))
 GAPS = Metric("forebay_delta_gaps", "Gaps in a stream that were asked for again.")
@@ -41,3 +60,6 @@ REPLICA_WAITING = Metric(
 )
 REPLICA_BLOCKS = Metric("forebay_replica_kv_blocks", "KV blocks of a replica.", ("replica",))
 REPLICA_BLOCKS_FREE = Metric("forebay_replica_kv_blocks_free", "Free KV blocks of a replica.", ("replica",))
+REPLICA_BLOCKS_CACHED = Metric(
+    "forebay_replica_kv_blocks_cached", "Free KV blocks of a replica that still hold a prefix.", ("replica",)
+)

@@ -6,7 +6,8 @@ tests can each supply theirs. Adapters translate and never decide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.messages import StepFrame
@@ -20,6 +21,7 @@ from cluster.types import (
     Request,
     RequestId,
     TokenDelta,
+    TokenLogprob,
     Value,
 )
 
@@ -102,7 +104,7 @@ class ReplicaPort(Protocol):
 
     def abort(self, request_id: RequestId, attempt: int) -> None: ...
 
-    def resend_from(self, request_id: RequestId, attempt: int, choice: int, index: int) -> None: ...
+    def resend_from(self, request_id: RequestId, attempt: int, index: int) -> None: ...
 
 
 class ReplicaListener(Protocol):
@@ -126,20 +128,55 @@ class ReplicaListener(Protocol):
 # --- engine backend: what computes ---
 
 
-class SampleSpec(Value, frozen=True):
-    """How the next token after a row is drawn. `uniform` in [0, 1) is inverted over the filtered distribution."""
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of `cluster.types.Sampling`, and what they count. Not to be changed by the backend."""
+
+    presence: float
+    frequency: float
+    repetition: float
+    output_counts: Mapping[int, int]
+    """Token id -> times that it is in the output so far."""
+    prompt_ids: Collection[int]
+    """Tokens of the prompt, in any order, for the repetition penalty."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How the next token after a row is drawn. `uniform` in [0, 1) is inverted over the filtered distribution.
+
+    The logits are changed in this order: bias, banned, repetition, frequency and presence penalty; then temperature,
+    top_k, top_p, min_p.
+    """
 
     temperature: float
-    top_p: float
-    top_k: int
-    uniform: float
+    top_p: float = 1.0
+    top_k: int = 0
+    uniform: float = 0.0
+    min_p: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    banned: tuple[int, ...] = ()
+    """Token ids that must not be drawn now."""
+    penalties: Penalties | None = None
+    logprobs: int | None = None
+    """Report the drawn token's logprob and so many of the likeliest; None reports nothing."""
 
 
-class Row(Value, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ScoreSpec:
+    """Report how likely given tokens are: `targets[k]` after `token_ids[k]` of the row, with `top` of the likeliest."""
+
+    targets: tuple[int, ...]
+    """At most as many as the row has tokens."""
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
     """One sequence's part of one step: `token_ids` are run at positions start, start + 1, …
 
     `block_table` names the physical blocks of positions 0 … start + len(token_ids) - 1, in order. The keys and values
-    of positions below `start` are already in them.
+    of positions below `start` are already in them. Rows may share blocks that none of them writes to.
     """
 
     token_ids: tuple[int, ...]
@@ -147,6 +184,21 @@ class Row(Value, frozen=True):
     block_table: tuple[int, ...]
     sample: SampleSpec | None
     """None where more of the prompt is still to come and no token is drawn."""
+    score: ScoreSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """What a step computed for one row."""
+
+    token_id: int | None = None
+    """The drawn token; None where none was asked for, or where none can be drawn because the logits are no numbers."""
+    logprob: TokenLogprob | None = None
+    scores: tuple[TokenLogprob, ...] = ()
+
+
+class OutOfMemoryError(RuntimeError):
+    """A step did not fit in the device's memory. Nothing was drawn; fewer rows may fit."""
 
 
 class Backend(Protocol):
@@ -157,10 +209,37 @@ class Backend(Protocol):
         """Token ids that can be run are 0 … vocab_size - 1."""
         ...
 
-    def run(self, rows: Sequence[Row]) -> Sequence[int | None]:
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block's keys and values, all layers."""
+        ...
+
+    @property
+    def kv_format(self) -> str:
+        """Names model shape, dtype and block layout: saved blocks can be loaded where this is equal."""
+        ...
+
+    def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> Sequence[RowOutput]:
         """Run all rows as one batch, write their keys and values to the cache, and draw.
 
-        Returns the drawn token id of each row with a `sample`, in the order of the rows; None where nothing can be
-        drawn, because the row's logits are not numbers.
+        Running a row again gives the same again, so part of a batch that failed can be repeated.
+        `padding_tokens` more tokens are computed and belong to nobody: the work that a padded batch wastes.
+
+        Returns one output per row, in the order of the rows.
+
+        Raises:
+            OutOfMemoryError: the step did not fit.
         """
+        ...
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy the keys and values of one block to another."""
+        ...
+
+    def save_blocks(self, blocks: Sequence[int]) -> memoryview:
+        """A copy of these blocks in host memory: len(blocks) x kv_block_bytes bytes, block after block."""
+        ...
+
+    def load_blocks(self, blocks: Sequence[int], saved: memoryview) -> None:
+        """Write what `save_blocks` gave, here or on another engine of the same `kv_format`, to these blocks."""
         ...

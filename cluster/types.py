@@ -35,17 +35,36 @@ class Sampling(Value, frozen=True):
     """
 
     max_tokens: int
+    """0 only where the prompt is to be scored and nothing generated."""
     seed: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """Number of candidates kept; 0 keeps all."""
+    min_p: float = 0.0
+    """Candidates less likely than this times the likeliest are dropped; 0 drops none."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that is in the output so far."""
+    frequency_penalty: float = 0.0
+    """Taken off as often as the token is in the output so far."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in the prompt or the output are divided by it, negative ones multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    min_tokens: int = 0
+    """Output tokens before which the end token is not drawn and no stop string is completed."""
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report beside each drawn one; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
 
 
 class Request(Value, frozen=True):
-    """One request as the engine sees it. `prompt_ids` is never empty.
+    """One request as the engine sees it: one choice, of which a client's `n` makes as many requests.
+
+    `prompt_ids` is never empty.
 
     `emitted_ids` are output tokens that the client already has from an earlier attempt: they count as output, not as
     prompt (for `max_tokens`, the token index of sampling and the text stage), and are not emitted again.
@@ -61,6 +80,12 @@ class Request(Value, frozen=True):
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     emitted_ids: tuple[int, ...] = ()
+    choice: int = 0
+    """Its number among the choices of one client request: it draws other chances than its siblings."""
+    group_id: str = ""
+    """The same for all choices of one client request, which share their prompt; empty for one that is alone."""
+    stated_output_tokens: int | None = None
+    """The output length that the client expects; it is used to order work and held against what came."""
 
 
 class FinishReason(StrEnum):
@@ -75,16 +100,25 @@ class FinishReason(StrEnum):
     """The engine could not go on with this request alone."""
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities, of the model's own distribution: before bias, penalties, temperature and
+    filters."""
+
+    logprob: float
+    """Of the token itself."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the likeliest tokens, likeliest first, of equals the lowest id first."""
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive tokens of one choice of one attempt.
+    """Consecutive tokens of one attempt.
 
     `pieces[k]` is the text that became certain with `token_ids[k]` (it may be empty: half a character, or text that
-    may still become a stop string, is held back). The concatenation of all pieces of a choice is its whole text.
+    may still become a stop string, is held back). The concatenation of all pieces is the whole text.
     `index` counts output tokens from 0 and includes `emitted_ids` of earlier attempts.
     """
 
     request_id: RequestId
-    choice: int
     attempt: int
     index: int
     token_ids: tuple[int, ...]
@@ -92,6 +126,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
     error: str = ""
     """Set when `finish` is ERROR: what happened, fit for the client."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token where the request asked for them."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Where asked for, with the attempt's first delta that says anything: one per prompt token but the first."""
 
 
 class RefusalReason(StrEnum):
@@ -112,8 +150,19 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
     reason: RefusalReason
 
 
+class PreemptionMeans(StrEnum):
+    """What becomes of a preempted request's keys and values, cheapest first."""
+
+    PAUSE = "pause"
+    """They stay in their blocks; only the slot is given up."""
+    SWAP = "swap"
+    """They are copied to host memory and back."""
+    RECOMPUTE = "recompute"
+    """They are dropped and computed again (but for what the prefix cache still has by then)."""
+
+
 class Preempted(msgspec.Struct, frozen=True, array_like=True):
-    """An engine took `request_id` out of its running batch; it keeps its place and will be recomputed."""
+    """An engine took `request_id` out of its running batch, or took the blocks that it had kept; it keeps its place."""
 
     request_id: RequestId
     attempt: int
@@ -121,6 +170,7 @@ class Preempted(msgspec.Struct, frozen=True, array_like=True):
     """The more urgent request that needed its place; None when the KV pool ran out."""
     blocks_freed: int
     tokens_to_recompute: int
+    means: PreemptionMeans = PreemptionMeans.RECOMPUTE
 
 
 class PriorityLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -129,6 +179,7 @@ class PriorityLoad(msgspec.Struct, frozen=True, array_like=True):
     priority: int
     requests: int
     blocks: int
+    """KV blocks that it holds; of waiting work, those that paused requests keep, which more urgent work can take."""
 
 
 class EngineLoad(Value, frozen=True):
@@ -138,6 +189,7 @@ class EngineLoad(Value, frozen=True):
     """Requests that can run at once."""
     blocks_total: int
     blocks_free: int
+    """Held by nobody; those with reusable prefixes in them included."""
     block_size_tokens: int
     running: tuple[PriorityLoad, ...] = ()
     waiting: tuple[PriorityLoad, ...] = ()
@@ -149,6 +201,27 @@ class EngineLoad(Value, frozen=True):
     preemptions_total: int = 0
     urgent_blocked_total: int = 0
     """Times an urgent request had to wait because no victim could be preempted again."""
+    blocks_cached: int = 0
+    """Free blocks that still hold a prefix."""
+    host_blocks_free: int = 0
+    """Room for swapped-out blocks in host memory."""
+    prefix_hit_tokens_total: int = 0
+    """Tokens whose keys and values came from the prefix cache or a sibling instead of being computed."""
+    prefill_tokens_total: int = 0
+    """Tokens of prompts, and of work that is computed again, that were run."""
+    padding_tokens_total: int = 0
+    """Tokens that a padding batching mode ran for nothing."""
+
+
+class EngineState(Value, frozen=True):
+    """A live request as it leaves one engine for another; its KV blocks travel beside it."""
+
+    request: Request
+    """With all that it has emitted in `emitted_ids`."""
+    computed_tokens: int
+    """Positions 0 … computed_tokens - 1 are in the blocks."""
+    kv_format: str
+    """The source backend's; a target with another refuses."""
 
 
 class ReplicaState(StrEnum):

@@ -3,8 +3,9 @@
 Owns: the log of every attempt of one router, and the bound on what is unsent. Imports `cluster.types` only; no sockets.
 
 A step never waits for a slow router: tokens are recorded here and leave when the link can take them, as many steps to a
-frame as have gathered. A log stays until its attempt is forgotten, so that any part can be sent again. What is unsent
-is bounded in bytes; beyond the bound the most backlogged attempts are given up, one after the other.
+frame as have gathered. A log stays until its attempt is forgotten, so that any part can be sent again, with the logprobs
+that it had. What is unsent is bounded in bytes; beyond the bound the most backlogged attempts are given up, one after
+the other.
 
 Invariant: for each attempt, sent tokens + unsent tokens = recorded tokens, in order.
 """
@@ -13,12 +14,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from cluster.types import FinishReason, RequestId, TokenDelta
+import msgspec
+
+from cluster.types import FinishReason, RequestId, TokenDelta, TokenLogprob
 
 AttemptKey = tuple[RequestId, int]
 
 _TOKEN_BYTES = 4
 """Charged for a token beside its text; the msgpack of an id is at most five."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(TokenLogprob).decode
 
 
 class _AttemptLog:
@@ -26,13 +32,14 @@ class _AttemptLog:
 
     __slots__ = (
         "attempt",
-        "choice",
         "error",
         "finish",
-        "finish_sent",
         "first_index",
         "ids",
+        "logprobs",
         "pieces",
+        "prompt_logprobs",
+        "prompt_sent",
         "request_id",
         "sent",
     )
@@ -40,48 +47,82 @@ class _AttemptLog:
     def __init__(self, request_id: RequestId, attempt: int, first_index: int) -> None:
         self.request_id = request_id
         self.attempt = attempt
-        self.choice = 0
         self.first_index = first_index
         self.ids: list[int] = []
         self.pieces: list[str] = []
+        self.logprobs: list[bytes] = []
+        """Of each token, where the request asked for them; encoded, an eighth of what the objects hold."""
+        self.prompt_logprobs: list[bytes] = []
+        self.prompt_sent = False
         self.sent = 0
         """Tokens of `ids` that have been put in a frame."""
         self.finish: FinishReason | None = None
-        self.finish_sent = False
         self.error = ""
 
     @property
     def unsent_bytes(self) -> int:
-        return sum(len(p) + _TOKEN_BYTES for p in self.pieces[self.sent :])
+        size = sum(len(p) + _TOKEN_BYTES for p in self.pieces[self.sent :]) + sum(map(len, self.logprobs[self.sent :]))
+        return size if self.prompt_sent else size + sum(map(len, self.prompt_logprobs))
+
+    @property
+    def held_bytes(self) -> int:
+        """All that it holds, by the same measure."""
+        parts = (self.pieces, self.logprobs, self.prompt_logprobs)
+        return sum(sum(map(len, part)) for part in parts) + _TOKEN_BYTES * len(self.ids)
+
+    def record(self, delta: TokenDelta) -> int:
+        """Add a step's tokens; returns the bytes that they are charged."""
+        self.ids.extend(delta.token_ids)
+        self.pieces.extend(delta.pieces)
+        size = sum(len(p) + _TOKEN_BYTES for p in delta.pieces)
+        if delta.logprobs:
+            logprobs = [_encode(logprob) for logprob in delta.logprobs]
+            self.logprobs.extend(logprobs)
+            size += sum(map(len, logprobs))
+        if delta.prompt_logprobs:
+            self.prompt_logprobs = [_encode(logprob) for logprob in delta.prompt_logprobs]
+            size += sum(map(len, self.prompt_logprobs))
+        if delta.finish is not None:
+            self.finish, self.error = delta.finish, delta.error
+        return size
+
+    def rewind(self, position: int) -> None:
+        """What lies from token `position` on is unsent again, and before the first token what is said of the prompt."""
+        self.sent = position
+        self.prompt_sent = self.prompt_sent and position > 0
 
     def take(self) -> TokenDelta:
         start, self.sent = self.sent, len(self.ids)
-        self.finish_sent = self.finish is not None
+        prompt_logprobs = () if self.prompt_sent else tuple(map(_decode, self.prompt_logprobs))
+        self.prompt_sent = self.prompt_sent or bool(prompt_logprobs)
         return TokenDelta(
             request_id=self.request_id,
-            choice=self.choice,
             attempt=self.attempt,
             index=self.first_index + start,
             token_ids=tuple(self.ids[start:]),
             pieces=tuple(self.pieces[start:]),
             finish=self.finish,
             error=self.error,
+            logprobs=tuple(map(_decode, self.logprobs[start:])),
+            prompt_logprobs=prompt_logprobs,
         )
 
 
 class Outbox:
     """The logs of one router's attempts.
 
-    `finished_kept` attempts that have ended and been sent are kept for a resend, the oldest dropped first; the router
-    continues a request whose log was dropped from its journal.
+    `finished_kept` attempts that have ended and been sent, and at most `max_unsent_bytes` of them, are kept for a
+    resend, the oldest dropped first; the router continues a request whose log was dropped from its journal.
     """
 
     def __init__(self, max_unsent_bytes: int, finished_kept: int = 1024) -> None:
         self._max_unsent_bytes = max_unsent_bytes
         self._finished_kept = finished_kept
+        self._finished_bytes = 0
         self._logs: dict[AttemptKey, _AttemptLog] = {}
         self._dirty: dict[AttemptKey, _AttemptLog] = {}
-        self._finished: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._finished: OrderedDict[AttemptKey, int] = OrderedDict()
+        """The bytes of each log that has its end, the oldest end first."""
         self._unsent_bytes = 0
 
     @property
@@ -109,27 +150,23 @@ class Outbox:
         expected = log.first_index + len(log.ids)
         if delta.index != expected:
             raise AssertionError(f"attempt {key} went from token {expected} to {delta.index}")
-        log.ids.extend(delta.token_ids)
-        log.pieces.extend(delta.pieces)
-        self._unsent_bytes += sum(len(p) + _TOKEN_BYTES for p in delta.pieces)
+        self._unsent_bytes += log.record(delta)
         if delta.finish is not None:
-            log.finish = delta.finish
-            log.error = delta.error
-            self._finished[key] = None
+            self._finished[key] = log.held_bytes
+            self._finished_bytes += log.held_bytes
         self._dirty[key] = log
         return True
 
-    def rewind(self, request_id: RequestId, attempt: int, choice: int, index: int) -> bool:
-        """Send again from token `index` on. False if this attempt, choice or index is not known."""
+    def rewind(self, request_id: RequestId, attempt: int, index: int) -> bool:
+        """Send again from token `index` on. False if this attempt or index is not known."""
         log = self._logs.get((request_id, attempt))
-        if log is None or choice != log.choice:
+        if log is None:
             return False
         position = index - log.first_index
         if not 0 <= position <= len(log.ids):
             return False
         before = log.unsent_bytes
-        log.sent = position
-        log.finish_sent = False
+        log.rewind(position)
         self._unsent_bytes += log.unsent_bytes - before
         self._dirty[request_id, attempt] = log
         return True
@@ -139,9 +176,10 @@ class Outbox:
         deltas = tuple(log.take() for log in self._dirty.values())
         self._dirty.clear()
         self._unsent_bytes = 0
-        while len(self._finished) > self._finished_kept:
-            key, _ = self._finished.popitem(last=False)
-            self._logs.pop(key, None)
+        while len(self._finished) > self._finished_kept or self._finished_bytes > self._max_unsent_bytes:
+            key, size = self._finished.popitem(last=False)
+            self._finished_bytes -= size
+            del self._logs[key]
         return deltas
 
     def forget(self, request_id: RequestId, attempt: int) -> None:
@@ -152,7 +190,7 @@ class Outbox:
             return
         self._unsent_bytes -= log.unsent_bytes
         self._dirty.pop(key, None)
-        self._finished.pop(key, None)
+        self._finished_bytes -= self._finished.pop(key, 0)
 
     def overflowing(self) -> list[AttemptKey]:
         """The attempts to give up so that the bound holds again: most unsent bytes first, ties by id."""

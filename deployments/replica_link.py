@@ -67,8 +67,8 @@ class ReplicaLink:
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self._send(Abort(request_id=request_id, attempt=attempt))
 
-    def resend_from(self, request_id: RequestId, attempt: int, choice: int, index: int) -> None:
-        self._send(ResendFrom(request_id=request_id, attempt=attempt, choice=choice, index=index))
+    def resend_from(self, request_id: RequestId, attempt: int, index: int) -> None:
+        self._send(ResendFrom(request_id=request_id, attempt=attempt, index=index))
 
     def _send(self, message: Message) -> None:
         if self._link is not None:

@@ -163,7 +163,7 @@ class ReplicaServer:
             case Abort(request_id=request_id, attempt=attempt):
                 self._end_attempt(session, (request_id, attempt))
             case ResendFrom():
-                if not session.outbox.rewind(message.request_id, message.attempt, message.choice, message.index):
+                if not session.outbox.rewind(message.request_id, message.attempt, message.index):
                     session.refuse((message.request_id, message.attempt), RefusalReason.UNKNOWN_ATTEMPT)
                 self.flush(session)
             case Goodbye():

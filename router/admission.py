@@ -27,11 +27,14 @@ JITTER = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What admission needs of a request."""
+    """What admission needs of a request, or of several that stand and fall together."""
 
     need: Need
+    """Of each."""
     size_bytes: int
+    """Of each."""
     priority_class: PriorityClass
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class AdmissionView:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """It starts at once."""
+    """It starts at once; of several the first does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Reject:
 
 
 def decide(facts: RequestFacts, view: AdmissionView, rng: random.Random) -> Admit | Queue | Reject:
-    """Judge one arrival.
+    """Judge one arrival. Of several requests that arrive as one, all are let in or none.
 
     With no replica that takes or may come back to taking work it is rejected at once; while one is only out of reach
     for the moment (its link is being re-established, it is silent, it has not reported yet) it may wait.
@@ -78,15 +81,15 @@ def decide(facts: RequestFacts, view: AdmissionView, rng: random.Random) -> Admi
         return Reject(Outcome.REJECTED_NO_REPLICA, retry_after_s(NO_REPLICA_RETRY_S, rng))
     if too_large(facts.need, view.replicas):
         return Reject(Outcome.REJECTED_TOO_LARGE, None)
-    if not view.ahead_requests and choose(facts.need, view.replicas, rng) is not None:
-        return Admit()
-    if (
-        view.class_requests + 1 > facts.priority_class.max_queued_requests
-        or view.class_bytes + facts.size_bytes > facts.priority_class.max_queued_bytes
+    starts = not view.ahead_requests and choose(facts.need, view.replicas, rng) is not None
+    waiting = facts.count - 1 if starts else facts.count
+    if waiting and (
+        view.class_requests + waiting > facts.priority_class.max_queued_requests
+        or view.class_bytes + waiting * facts.size_bytes > facts.priority_class.max_queued_bytes
     ):
         backlog_s = backlog_seconds(view.class_requests, view.drain_per_s)
         return Reject(Outcome.REJECTED_QUEUE_FULL, retry_after_s(backlog_s, rng))
-    return Queue(view.ahead_requests)
+    return Admit() if starts else Queue(view.ahead_requests)
 
 
 def backlog_seconds(queued_requests: int, drain_per_s: float) -> float:

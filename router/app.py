@@ -27,6 +27,7 @@ from cluster.model import ModelFolder
 from router.completions import Completions, ParserGate
 from router.core import RouterCore
 from router.errors import ApiError, ErrorBody, error_json
+from router.logprobs import Vocabulary
 from router.openai import Api, RequestParser
 
 _log = logging.getLogger("forebay.http")
@@ -49,6 +50,7 @@ def build_app(
     """
     parser = RequestParser(model, max_model_len, config.classes, config.default_class)
     gate = ParserGate(parser, rng or random.Random())
+    vocabulary = Vocabulary(parser.codec, model.eos_token_ids)
     created_unix_s = int(core.clock.unix())
 
     @asynccontextmanager
@@ -81,7 +83,7 @@ def build_app(
         return _json(StatusReply(router, named(await cluster_status())))
 
     def generate(api: Api) -> Completions:
-        return Completions(api, core, gate, config, model.name)
+        return Completions(api, core, gate, config, model.name, vocabulary)
 
     routes = [
         Route("/v1/chat/completions", generate(Api.CHAT), methods=["POST"]),

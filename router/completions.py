@@ -3,7 +3,8 @@
 Owns: one HTTP exchange from its body to its last byte: limits on reading, the answer's head held back until the first
 token or the end is known, and the watch for a client that goes away. Imports no web framework: it speaks ASGI itself,
 which costs a third less per token than a response object. Invariants: a client that leaves is cancelled in the core at
-once, in whatever phase; an exchange that was begun is ended.
+once, in whatever phase; an exchange that was begun is ended; the choices of one request end together where one ends
+badly.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -21,10 +22,11 @@ from cluster.config import RouterConfig
 from cluster.ports import Clock
 from cluster.types import Outcome, Request, RequestId
 from router.errors import ApiError, error_json
+from router.logprobs import Vocabulary
 from router.openai import OBJECTIVE_HEADER, Api, Prepared, RequestParser
 from router.outcomes import Ending
 from router.replies import ReplyWriter, ending_error
-from router.stream import Batch, Stream
+from router.stream import Batch, Choices, Stream
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -34,6 +36,8 @@ CLASS_HEADER = "x-forebay-priority-class"
 DROPPED_HEADER = "x-llm-d-request-dropped-reason"
 INLINE_BODY_BYTES = 4096
 """Bodies up to this are parsed and tokenised on the event loop: about 2 ms; longer ones go to a thread."""
+INLINE_LOGPROBS = 64
+"""Up to so many are written on the event loop: about 2 ms; more go to a thread."""
 PARSER_THREADS = 2
 PARSER_MAX_BYTES = 64 * 2**20
 """Bodies that wait for a parser thread, in all; beyond it a request is sent away."""
@@ -52,7 +56,7 @@ class Core(Protocol):
     @property
     def clock(self) -> Clock: ...
 
-    def submit(self, request: Request, stream: Stream) -> None: ...
+    def submit(self, members: Sequence[tuple[Request, Stream]]) -> None: ...
 
     def cancel(self, request_id: RequestId) -> None: ...
 
@@ -60,12 +64,15 @@ class Core(Protocol):
 class Completions:
     """Answers POST on one of the two endpoints."""
 
-    def __init__(self, api: Api, core: Core, gate: ParserGate, config: RouterConfig, model_name: str) -> None:
+    def __init__(
+        self, api: Api, core: Core, gate: ParserGate, config: RouterConfig, model_name: str, vocabulary: Vocabulary
+    ) -> None:
         self._api = api
         self._core = core
         self._gate = gate
         self._config = config
         self._model_name = model_name
+        self._vocabulary = vocabulary
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = _headers(scope)
@@ -118,82 +125,91 @@ class Completions:
         return b"".join(parts)
 
     async def _answer(self, prepared: Prepared, receive: Receive, reply: _Reply) -> None:
-        request = prepared.request
-        writer = ReplyWriter(
-            self._api,
-            request.request_id,
-            created=int(request.arrived_unix_s),
-            model=self._model_name,
-            service_tier=prepared.service_tier,
-            include_usage=prepared.include_usage,
-        )
-        reply.headers.append((CLASS_HEADER, request.priority_class))
+        requests = prepared.requests
+        writer = ReplyWriter(self._api, prepared, self._vocabulary, self._model_name)
+        reply.headers.append((CLASS_HEADER, prepared.request.priority_class))
         deadline = _LastWord()
-        stream = Stream(self._config.max_stream_bytes, deadline.start)
-        watch = asyncio.create_task(self._watch(receive, request.request_id))
+
+        def over() -> None:
+            deadline.start()
+            if len(requests) > 1:  # from within the core: what is left of the others is ended in its next turn
+                asyncio.get_running_loop().call_soon(self._cancel, requests)
+
+        choices = Choices(len(requests), self._config.max_stream_bytes, over)
+        watch = asyncio.create_task(self._watch(receive, requests))
         try:
-            self._core.submit(request, stream)
+            self._core.submit(tuple(zip(requests, choices.streams, strict=True)))
             if prepared.stream:
-                await _streamed(stream, writer, reply)
+                await _streamed(choices, writer, reply)
             else:
-                await _whole(stream, writer, reply)
+                await _whole(choices, writer, reply)
         except asyncio.CancelledError:
             if not deadline.passed:
                 raise
-            _log.warning("%s: the client did not read the end of its answer", request.request_id)
+            _log.warning("%s: the client did not read the end of its answer", prepared.request.request_id)
         except OSError:
             pass  # The server says so where a write finds the client gone; `finally` ends the request.
         finally:
             watch.cancel()
-            self._core.cancel(request.request_id)
-            deadline.stop()  # last: that cancel ends the stream, which starts it
+            self._cancel(requests)
+            deadline.stop()  # last: that cancel ends the streams, which starts it
 
-    async def _watch(self, receive: Receive, request_id: RequestId) -> None:
+    async def _watch(self, receive: Receive, requests: Sequence[Request]) -> None:
         """Cancel the request as soon as the client is gone. After the body, nothing else can be received."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._core.cancel(request_id)
+        self._cancel(requests)
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        """End what has not ended."""
+        for request in requests:
+            self._core.cancel(request.request_id)
 
 
-async def _streamed(stream: Stream, writer: ReplyWriter, reply: _Reply) -> None:
+async def _streamed(choices: Choices, writer: ReplyWriter, reply: _Reply) -> None:
     """Server-sent events; the status and headers leave with the first token, or with what came instead of one."""
-    batch = await stream.take()
-    if batch.ending is not None and batch.ending.outcome is not Outcome.FINISHED:
-        await reply.ending(batch.ending)
-        return
-    await reply.start_stream()
-    opening = writer.first()
+    begun = False
     while True:
-        data = opening + _events(batch, writer)
-        opening = b""
-        if batch.ending is not None:
-            await reply.finish(data if batch.ending.outcome is not Outcome.CANCELLED else b"")
+        batches = await choices.take()
+        failure, data = choices.failure, b""
+        if not begun:
+            if failure is not None:
+                await reply.ending(failure)
+                return
+            await reply.start_stream()
+            begun, data = True, writer.first()
+        for index, batch in batches:
+            if batch.scores and _is_long(batch):
+                data += await asyncio.to_thread(writer.events, index, batch)
+            else:
+                data += writer.events(index, batch)
+        if failure is not None:
+            cancelled = failure.outcome is Outcome.CANCELLED
+            await reply.finish(b"" if cancelled else data + writer.broken(failure))
+            return
+        if choices.over:
+            await reply.finish(data + writer.closing())
             return
         if data:
             await reply.write(data)
-        batch = await stream.take()
 
 
-def _events(batch: Batch, writer: ReplyWriter) -> bytes:
-    data = writer.piece(batch.text)
-    if batch.ending is None:
-        return data
-    finished = batch.ending.outcome is Outcome.FINISHED
-    return data + (writer.last(batch.ending) if finished else writer.broken(batch.ending))
+async def _whole(choices: Choices, writer: ReplyWriter, reply: _Reply) -> None:
+    while not choices.over:
+        for index, batch in await choices.take():
+            if batch.scores and _is_long(batch):
+                await asyncio.to_thread(writer.gather, index, batch)
+            else:
+                writer.gather(index, batch)
+        if choices.failure is not None:
+            await reply.ending(choices.failure)
+            return
+    await reply.json(200, await asyncio.to_thread(writer.whole) if writer.scored else writer.whole())
 
 
-async def _whole(stream: Stream, writer: ReplyWriter, reply: _Reply) -> None:
-    texts: list[str] = []
-    while True:
-        batch = await stream.take()
-        texts.append(batch.text)
-        if batch.ending is None:
-            continue
-        if batch.ending.outcome is Outcome.FINISHED:
-            await reply.json(200, writer.whole("".join(texts), batch.ending))
-        else:
-            await reply.ending(batch.ending)
-        return
+def _is_long(batch: Batch) -> bool:
+    """Whether it has so many logprobs, as those of a prompt, that writing them would keep other streams waiting."""
+    return sum(len(s.prompt_logprobs) + len(s.logprobs) for s in batch.scores) > INLINE_LOGPROBS
 
 
 class ParserGate:
@@ -239,14 +255,14 @@ class ParserGate:
 
 
 class _LastWord:
-    """Gives the task that made it `LAST_WORD_S` from the ending of its stream, then cancels it."""
+    """Gives the task that made it `LAST_WORD_S` from the end of its answer, then cancels it."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
         self.passed = False
 
-    def start(self, _: Ending) -> None:
+    def start(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LAST_WORD_S, self._pass)
 
     def stop(self) -> None:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 from typing import assert_never
-
-import msgspec
 
 from cluster.config import RouterConfig
 from cluster.messages import BandStatus, StepFrame
@@ -94,35 +93,41 @@ class RouterCore:
             v.condition is Condition.ROUTABLE for v in self._fleet.views(self.clock.monotonic())
         )
 
-    def submit(self, request: Request, stream: Stream) -> None:
-        """Take a request. Whatever becomes of it, a rejection too, is told on `stream`.
+    def submit(self, members: Sequence[tuple[Request, Stream]]) -> None:
+        """Take the choices of one client's request, which are alike but for their ids: all are let in, or none.
+
+        Whatever becomes of each, a rejection too, is told on its stream.
 
         Raises:
-            ValueError: this id is live already, or its class is not configured.
+            ValueError: an id is live already, or the class is not configured.
         """
-        if request.request_id in self._live:
-            raise ValueError(f"{request.request_id} is already live")
-        if request.priority_class not in self._classes:
-            raise ValueError(f"no priority class {request.priority_class!r}")
-        priority_class = self._classes[request.priority_class]
-        now_s = self.clock.monotonic()
-        arrived_s = now_s - max(0.0, self.clock.unix() - request.arrived_unix_s)
-        live = Live(request, priority_class, stream, arrived_s)
-        self._live[request.request_id] = live
+        first = members[0][0]
+        if live_ids := [request.request_id for request, _ in members if request.request_id in self._live]:
+            raise ValueError(f"{live_ids[0]} is already live")
+        if first.priority_class not in self._classes:
+            raise ValueError(f"no priority class {first.priority_class!r}")
+        priority_class, now_s = self._classes[first.priority_class], self.clock.monotonic()
+        arrived_s = now_s - max(0.0, self.clock.unix() - first.arrived_unix_s)
+        lives = [Live(request, priority_class, stream, arrived_s) for request, stream in members]
+        decision = decide(self._facts(lives), self._admission_view(first, now_s), self._rng)
+        self._live.update((live.request.request_id, live) for live in lives)
         self._idle.clear()
-        decision = decide(self._facts(live), self._admission_view(live, now_s), self._rng)
         match decision:
             case Reject(outcome, retry_after):
-                self._finalize(live, outcome, retry_after=retry_after)
+                for live in lives:
+                    self._finalize(live, outcome, retry_after=retry_after)
                 return
             case Admit():
-                live.decided(now_s, "admitted")
+                for live in lives:
+                    live.decided(now_s, "admitted")
             case Queue(ahead_requests):
-                live.decided(now_s, "queued", ahead=ahead_requests)
+                for live in lives:
+                    live.decided(now_s, "queued", ahead=ahead_requests)
             case _:
                 assert_never(decision)
-        self._metrics.accepted(priority_class.name, len(request.prompt_ids))
-        self._enqueue(live, now_s)
+        self._metrics.accepted(priority_class.name, len(first.prompt_ids))
+        for live in lives:
+            self._enqueue(live, now_s)
         self._pump(now_s)
 
     def cancel(self, request_id: RequestId) -> None:
@@ -161,7 +166,7 @@ class RouterCore:
                 for request_id, attempt in replica.take_left_behind():
                     port.abort(request_id, attempt)
                 for request_id, open_attempt in replica.reservations.items():
-                    port.resend_from(request_id, open_attempt.attempt, 0, self._live[request_id].journal.next_index)
+                    port.resend_from(request_id, open_attempt.attempt, self._live[request_id].journal.next_index)
             case _:
                 assert_never(linked)
         if report is not None:
@@ -245,12 +250,10 @@ class RouterCore:
                 return
 
     def _dispatch(self, live: Live, placement: Placement, now_s: float) -> None:
-        request, replica = live.request, self._fleet[placement.replica_id]
+        request, replica = live.to_send(), self._fleet[placement.replica_id]
         self._queue.remove(request.request_id)
         self._drain_rates[live.priority_class.name].left(now_s)
         attempt = live.journal.begin()
-        if live.journal.next_index:
-            request = msgspec.structs.replace(request, emitted_ids=live.journal.emitted_ids)
         sequence = replica.port.add(request, attempt)
         replica.reserve(request.request_id, Reservation(attempt, sequence, request.priority, placement.blocks))
         live.replica_id = replica.replica_id
@@ -288,7 +291,7 @@ class RouterCore:
         if abort:
             replica.abort(live.request.request_id, attempt)
         live.decided(now_s, "returned", replica=replica.replica_id, why=why, emitted=live.journal.next_index)
-        if live.journal.next_index >= live.request.sampling.max_tokens:
+        if live.journal.complete:
             self._finalize(live, Outcome.FINISHED, finish=FinishReason.LENGTH)
             return
         self._metrics.continued(why)
@@ -324,7 +327,7 @@ class RouterCore:
                     self._metrics.gap()
                     live.decided(now_s, "gap", replica=replica.replica_id, index=index, got=delta.index)
                     self._gaps[delta.request_id] = (1, now_s)
-                    replica.port.resend_from(delta.request_id, delta.attempt, 0, index)
+                    replica.port.resend_from(delta.request_id, delta.attempt, index)
             case Broken(why):
                 _log.error("replica %s sent a delta that cannot be: %s", replica.replica_id, why)
                 self._continue(live, replica, "broken", now_s, abort=True)
@@ -332,7 +335,7 @@ class RouterCore:
                 assert_never(verdict)
 
     def _accepted(self, live: Live, replica: Replica, new: Accepted, now_s: float, *, error: str) -> None:
-        request_id, count = live.request.request_id, len(new.token_ids)
+        request_id, count, scores = live.request.request_id, len(new.token_ids), new.scores
         if self._gaps:
             self._gaps.pop(request_id, None)
         if count:
@@ -342,9 +345,9 @@ class RouterCore:
                 live.first_token_s = now_s
                 self._metrics.first_token(live.priority_class.name, now_s - live.arrived_s)
             self._grow(live, replica)
-            if live.stream.push(new.text, count) is Pushed.OVERFLOW:
-                self._finalize(live, Outcome.SLOW_CLIENT)
-                return
+        if (count or scores is not None) and live.stream.push(new.text, count, scores) is Pushed.OVERFLOW:
+            self._finalize(live, Outcome.SLOW_CLIENT)
+            return
         match new.finish:
             case None:
                 pass
@@ -374,13 +377,15 @@ class RouterCore:
         if live is None or live.replica_id != replica.replica_id or live.journal.attempt != preempted.attempt:
             return
         replica.park(preempted.request_id, True)
-        urgent = preempted.for_request_id is not None
-        self._metrics.preempted(live.priority_class.name, for_urgent=urgent)
+        live.preemptions += 1
+        urgent, means = preempted.for_request_id is not None, preempted.means
+        self._metrics.preempted(live.priority_class.name, means, for_urgent=urgent)
+        why = f"for {preempted.for_request_id}" if urgent else "the KV pool ran out"
         live.decided(
             now_s,
             "preempted",
             replica=replica.replica_id,
-            why=f"for {preempted.for_request_id}" if urgent else "the KV pool ran out",
+            why=f"{why}: {means.value}",
             blocks_freed=preempted.blocks_freed,
             tokens_to_recompute=preempted.tokens_to_recompute,
         )
@@ -404,7 +409,7 @@ class RouterCore:
             return
         if replica.link_up:
             self._gaps[live.request.request_id] = (asked + 1, now_s)
-            replica.port.resend_from(live.request.request_id, live.journal.attempt, 0, live.journal.next_index)
+            replica.port.resend_from(live.request.request_id, live.journal.attempt, live.journal.next_index)
 
     # --- the end ---
 
@@ -434,30 +439,27 @@ class RouterCore:
         tokens = live.journal.next_index
         ending = Ending(outcome, len(live.request.prompt_ids), tokens, finish, error, retry_after)
         live.stream.end(ending)
-        self._metrics.ended(live.priority_class.name, outcome)
-        if outcome is Outcome.FINISHED:
-            decode_s = now_s - live.first_token_s if live.first_token_s is not None else 0.0
-            tpot_s = decode_s / (tokens - 1) if tokens > 1 else None
-            self._metrics.finished(live.priority_class.name, now_s - live.arrived_s, tpot_s)
+        live.count_end(self._metrics, ending, now_s)
         live.log_end(ending, now_s)
         if not self._live:
             self._idle.set()
 
     # --- small reads ---
 
-    def _facts(self, live: Live) -> RequestFacts:
+    def _facts(self, lives: Sequence[Live]) -> RequestFacts:
+        live = lives[0]
         need = live.need(self._config.expected_output_tokens)
-        return RequestFacts(need, size_bytes(live.request), live.priority_class)
+        return RequestFacts(need, size_bytes(live.request), live.priority_class, len(lives))
 
-    def _admission_view(self, live: Live, now_s: float) -> AdmissionView:
-        charge = self._queue.of_class(live.priority_class.name)
+    def _admission_view(self, request: Request, now_s: float) -> AdmissionView:
+        charge = self._queue.of_class(request.priority_class)
         return AdmissionView(
             draining=self._draining,
             replicas=self._fleet.views(now_s),
-            ahead_requests=self._queue.at_or_above(live.request.priority),
+            ahead_requests=self._queue.at_or_above(request.priority),
             class_requests=charge.requests,
             class_bytes=charge.size_bytes,
-            drain_per_s=self._drain_rates[live.priority_class.name].per_s(now_s),
+            drain_per_s=self._drain_rates[request.priority_class].per_s(now_s),
         )
 
     def _retry_after(self, live: Live, now_s: float) -> int:

@@ -13,14 +13,12 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "extra_body": ({},),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -33,20 +31,13 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -63,7 +54,8 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Each field and the values (null beside) with which a request means the same as without it."""
+"""Each field and the values (null beside) with which a request means the same as without it. A field that only one of
+the two APIs has (`echo`, `top_logprobs`) is here for the other."""
 
 MESSAGE_NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "annotations": ([],),

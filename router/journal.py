@@ -11,19 +11,29 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.types import FinishReason, TokenDelta
+from cluster.types import FinishReason, Request, TokenDelta, TokenLogprob
 
 MAX_DECISIONS = 64
 """Decisions kept per request: the first half and the latest half of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Scores(msgspec.Struct, frozen=True):
+    """What a delta says beside its text, to a client that asked for logprobs."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """One per token."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Those of the prompt, with the first that a request has; never again, whatever becomes of its attempts."""
+
+
+class Accepted(msgspec.Struct, frozen=True):
     """New to the client: these ids, whose text is `text`; `finish` ends the attempt."""
 
     token_ids: tuple[int, ...]
     text: str
     finish: FinishReason | None
+    scores: Scores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +66,13 @@ _STALE, _REPEAT = Stale(), Repeat()
 class Journal:
     """What one request has emitted, over all its attempts."""
 
-    __slots__ = ("_attempt", "_emitted", "_last_attempt", "_max_tokens")
+    __slots__ = ("_attempt", "_awaited_prompt", "_emitted", "_last_attempt", "_max_tokens", "_scored")
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, request: Request) -> None:
+        sampling = request.sampling
+        self._max_tokens = sampling.max_tokens
+        self._scored = sampling.logprobs is not None
+        self._awaited_prompt = len(request.prompt_ids) - 1 if sampling.prompt_logprobs is not None else 0
         self._emitted: list[int] = []
         self._last_attempt = 0
         self._attempt: int | None = None
@@ -77,6 +90,16 @@ class Journal:
     @property
     def next_index(self) -> int:
         return len(self._emitted)
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """Whether the logprobs of the prompt have been asked for and have not come."""
+        return self._awaited_prompt > 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether no attempt could add anything."""
+        return len(self._emitted) >= self._max_tokens and not self._awaited_prompt
 
     @property
     def emitted_ids(self) -> tuple[int, ...]:
@@ -98,8 +121,6 @@ class Journal:
         if delta.attempt != self._attempt:
             return _STALE
         count, have = len(delta.token_ids), len(self._emitted)
-        if delta.choice != 0:
-            return Broken(f"choice {delta.choice} of a request for one")
         if count != len(delta.pieces):
             return Broken(f"{count} tokens with {len(delta.pieces)} pieces of text")
         if delta.index > have:
@@ -107,12 +128,30 @@ class Journal:
         end = delta.index + count
         if end > self._max_tokens:
             return Broken(f"token {end} where max_tokens is {self._max_tokens}")
-        if end < have or (end == have and delta.finish is None):
+        if end < have or (
+            end == have and delta.finish is None and not (self._awaited_prompt and delta.prompt_logprobs)
+        ):
             return _REPEAT if delta.finish is None else Broken(f"finished at {end}, with {have} tokens sent before")
         skip = have - delta.index
+        scores = None
+        if self._scored or self._awaited_prompt:
+            if why := self._unscored(delta):
+                return Broken(why)
+            prompt_logprobs = delta.prompt_logprobs if self._awaited_prompt else ()
+            scores = Scores(delta.token_ids[skip:], delta.logprobs[skip:], prompt_logprobs)
+            self._awaited_prompt -= len(prompt_logprobs)
         token_ids, pieces = (delta.token_ids[skip:], delta.pieces[skip:]) if skip else (delta.token_ids, delta.pieces)
         self._emitted.extend(token_ids)
-        return Accepted(token_ids, pieces[0] if len(pieces) == 1 else "".join(pieces), delta.finish)
+        return Accepted(token_ids, pieces[0] if len(pieces) == 1 else "".join(pieces), delta.finish, scores)
+
+    def _unscored(self, delta: TokenDelta) -> str:
+        """What is missing of the logprobs that were asked for; empty where nothing is."""
+        if self._scored and len(delta.logprobs) != len(delta.token_ids):
+            return f"{len(delta.token_ids)} tokens with {len(delta.logprobs)} logprobs"
+        whole = delta.finish in (FinishReason.STOP, FinishReason.LENGTH) or delta.token_ids or delta.prompt_logprobs
+        if self._awaited_prompt and whole and len(delta.prompt_logprobs) != self._awaited_prompt:
+            return f"{len(delta.prompt_logprobs)} logprobs of a prompt that has {self._awaited_prompt}"
+        return ""
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):

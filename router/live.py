@@ -11,17 +11,20 @@ import logging
 import msgspec
 
 from cluster.config import PriorityClass
-from cluster.types import ReplicaId, Request
+from cluster.types import Outcome, ReplicaId, Request
 from router.journal import Decision, DecisionLog, Journal
+from router.metrics_sink import RouterMetrics
 from router.outcomes import Ending
 from router.queue import Waiting
 from router.routing import Need
-from router.stream import Stream
+from router.stream import LOGPROB_BYTES, TOP_BYTES, Stream
 
 BYTES_PER_TOKEN = 36
 """A token id in a tuple: a pointer and an integer object."""
 BYTES_PER_REQUEST = 2048
 """Everything else that a queued request holds."""
+BYTES_PER_BIAS = 112
+"""A token id with its bias: a pair of two objects."""
 
 _log = logging.getLogger("forebay.requests")
 
@@ -36,6 +39,7 @@ class Live:
         "first_token_s",
         "journal",
         "losses",
+        "preemptions",
         "priority_class",
         "replica_id",
         "request",
@@ -47,7 +51,7 @@ class Live:
         self.request = request
         self.priority_class = priority_class
         self.stream = stream
-        self.journal = Journal(request.sampling.max_tokens)
+        self.journal = Journal(request)
         self.arrived_s = arrived_s
         self.dispatched_s: float | None = None
         self.first_token_s: float | None = None
@@ -56,13 +60,27 @@ class Live:
         """Tokens that the reservation's blocks hold; beyond them it must grow."""
         self.losses = 0
         """Engines that this request was lost with."""
+        self.preemptions = 0
+        """Times that an engine took its slot or the blocks that it had kept; never falls."""
         self._decisions = DecisionLog()
 
     def need(self, expected_output_tokens: int) -> Need:
-        """What it asks of a replica now: the output to come is assumed to be no shorter for what has come already."""
+        """What it asks of a replica now. It will make what it has stated, or where it stated nothing, or has made that
+        already, `expected_output_tokens` more: no fewer for what has come already."""
         prompt, output_max = len(self.request.prompt_ids), self.request.sampling.max_tokens
-        output = min(output_max, self.journal.next_index + expected_output_tokens)
+        made, stated = self.journal.next_index, self.request.stated_output_tokens or 0
+        output = min(output_max, stated if stated > made else made + expected_output_tokens)
         return Need(self.request.priority, prompt + output, prompt + output_max)
+
+    def to_send(self) -> Request:
+        """The request as its next attempt is told it: with what has come so far, which is not asked for again."""
+        journal, request = self.journal, self.request
+        if not journal.next_index and (journal.awaits_prompt or request.sampling.prompt_logprobs is None):
+            return request
+        sampling = request.sampling
+        if not journal.awaits_prompt and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(request, emitted_ids=journal.emitted_ids, sampling=sampling)
 
     def waiting(self) -> Waiting:
         """Its key in the queue, the same at every return but for the bytes of what it has emitted."""
@@ -78,6 +96,18 @@ class Live:
         at_ms = round((now_s - self.arrived_s) * 1000)
         self._decisions.add(Decision(at_ms, event, replica, why, numbers))
 
+    def count_end(self, metrics: RouterMetrics, ending: Ending, now_s: float) -> None:
+        """Say to the metrics how it ended and how it went."""
+        name, tokens, stated = self.priority_class.name, ending.completion_tokens, self.request.stated_output_tokens
+        metrics.ended(name, ending.outcome, self.preemptions)
+        if ending.outcome is not Outcome.FINISHED:
+            return
+        decode_s = now_s - self.first_token_s if self.first_token_s is not None else 0.0
+        tpot_s = decode_s / (tokens - 1) if tokens > 1 else None
+        metrics.finished(name, now_s - self.arrived_s, tpot_s)
+        if stated is not None:
+            metrics.stated(name, tokens / stated)
+
     def log_end(self, ending: Ending, now_s: float) -> None:
         """Write the request's one line: what became of it and what was decided on the way, never what it said."""
         level = ending.meaning.log_level
@@ -92,6 +122,7 @@ class Live:
             prompt_tokens=ending.prompt_tokens,
             output_tokens=ending.completion_tokens,
             attempts=self.journal.attempts,
+            preemptions=self.preemptions,
             queue_wait_ms=self._since_arrival_ms(self.dispatched_s),
             ttft_ms=self._since_arrival_ms(self.first_token_s),
             e2e_ms=self._since_arrival_ms(now_s),
@@ -114,6 +145,7 @@ class _EndLine(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="even
     prompt_tokens: int
     output_tokens: int
     attempts: int
+    preemptions: int = 0
     queue_wait_ms: int | None = None
     ttft_ms: int | None = None
     e2e_ms: int | None
@@ -123,6 +155,11 @@ class _EndLine(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="even
 
 
 def size_bytes(request: Request, emitted_tokens: int = 0) -> int:
-    """What a request is charged while it is queued."""
-    stop_bytes = sum(len(s) for s in request.sampling.stop) * 4
-    return BYTES_PER_REQUEST + BYTES_PER_TOKEN * (len(request.prompt_ids) + emitted_tokens) + stop_bytes
+    """What a request is charged while it is queued; with the logprobs of its prompt that it will hold later, which no
+    other bound knows."""
+    sampling, prompt = request.sampling, len(request.prompt_ids)
+    size = BYTES_PER_REQUEST + BYTES_PER_TOKEN * (prompt + emitted_tokens)
+    size += sum(len(s) for s in sampling.stop) * 4 + BYTES_PER_BIAS * len(sampling.logit_bias)
+    if sampling.prompt_logprobs is not None:
+        size += prompt * (LOGPROB_BYTES + TOP_BYTES * sampling.prompt_logprobs)
+    return size

@@ -6,13 +6,13 @@ Owns: their creation in one registry and the translation of the router's events 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster import metrics as names
-from cluster.metrics import LATENCY_BUCKETS_SECONDS, Metric
-from cluster.types import Outcome, RefusalReason, ReplicaId
+from cluster.metrics import LATENCY_BUCKETS_SECONDS, PREEMPTION_BUCKETS, RATIO_BUCKETS, Metric
+from cluster.types import Outcome, PreemptionMeans, RefusalReason, ReplicaId
 from router.view import Condition, ReplicaView
 
 
@@ -26,8 +26,8 @@ class RouterMetrics:
         def gauge(m: Metric) -> Gauge:
             return Gauge(m.name, m.help, m.labels, registry=registry)
 
-        def histogram(m: Metric) -> Histogram:
-            return Histogram(m.name, m.help, m.labels, buckets=LATENCY_BUCKETS_SECONDS, registry=registry)
+        def histogram(m: Metric, buckets: Sequence[float] = LATENCY_BUCKETS_SECONDS) -> Histogram:
+            return Histogram(m.name, m.help, m.labels, buckets=buckets, registry=registry)
 
         self._requests = counter(names.REQUESTS)
         self._ttft, self._tpot = histogram(names.TTFT), histogram(names.TPOT)
@@ -36,12 +36,15 @@ class RouterMetrics:
         self._queued, self._queued_bytes = gauge(names.QUEUED), gauge(names.QUEUED_BYTES)
         self._in_flight = gauge(names.IN_FLIGHT)
         self._preemptions, self._continued = counter(names.PREEMPTIONS), counter(names.CONTINUED)
+        self._request_preemptions = histogram(names.PREEMPTIONS_PER_REQUEST, PREEMPTION_BUCKETS)
+        self._over_stated = histogram(names.OUTPUT_OVER_STATED, RATIO_BUCKETS)
         self._fenced, self._gaps = counter(names.FENCED), counter(names.GAPS)
         self._refusals = counter(names.REFUSALS)
         self._replicas_ready = gauge(names.REPLICAS_READY)
         self._slots, self._running = gauge(names.REPLICA_SLOTS), gauge(names.REPLICA_RUNNING)
         self._waiting = gauge(names.REPLICA_WAITING)
         self._blocks, self._blocks_free = gauge(names.REPLICA_BLOCKS), gauge(names.REPLICA_BLOCKS_FREE)
+        self._blocks_cached = gauge(names.REPLICA_BLOCKS_CACHED)
         self._replicas_shown: set[ReplicaId] = set()
         self._tokens_out_of: dict[str, Counter] = {}
 
@@ -61,8 +64,12 @@ class RouterMetrics:
             child = self._tokens_out_of[priority_class] = self._tokens_out.labels(priority_class)
         child.inc(count)
 
-    def ended(self, priority_class: str, outcome: Outcome) -> None:
+    def ended(self, priority_class: str, outcome: Outcome, preemptions: int) -> None:
         self._requests.labels(priority_class, outcome.value).inc()
+        self._request_preemptions.labels(priority_class).observe(preemptions)
+
+    def stated(self, priority_class: str, output_over_stated: float) -> None:
+        self._over_stated.labels(priority_class).observe(output_over_stated)
 
     def finished(self, priority_class: str, e2e_seconds: float, tpot_seconds: float | None) -> None:
         """`tpot_seconds` is None for fewer than two tokens."""
@@ -70,8 +77,8 @@ class RouterMetrics:
         if tpot_seconds is not None:
             self._tpot.labels(priority_class).observe(tpot_seconds)
 
-    def preempted(self, priority_class: str, *, for_urgent: bool) -> None:
-        self._preemptions.labels(priority_class, "urgent" if for_urgent else "kv_full").inc()
+    def preempted(self, priority_class: str, means: PreemptionMeans, *, for_urgent: bool) -> None:
+        self._preemptions.labels(priority_class, "urgent" if for_urgent else "kv_full", means.value).inc()
 
     def continued(self, reason: str) -> None:
         self._continued.labels(reason).inc()
@@ -106,8 +113,10 @@ class RouterMetrics:
             self._waiting.labels(view.replica_id).set(sum(level.requests for level in load.waiting))
             self._blocks.labels(view.replica_id).set(load.blocks_total)
             self._blocks_free.labels(view.replica_id).set(load.blocks_free)
+            self._blocks_cached.labels(view.replica_id).set(load.blocks_cached)
+        of_replicas = (self._slots, self._running, self._waiting, self._blocks, self._blocks_free, self._blocks_cached)
         for gone in self._replicas_shown - shown:
-            for metric in (self._slots, self._running, self._waiting, self._blocks, self._blocks_free):
+            for metric in of_replicas:
                 metric.remove(gone)
         self._replicas_shown = shown
         self._replicas_ready.set(ready)

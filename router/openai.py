@@ -5,11 +5,13 @@ template and the tokenizer; no web framework. Invariants: whatever the bytes, th
 run or an ApiError that names the parameter; a field is honoured, without effect, or refused, and never ignored.
 
 Choices where OpenAI and vLLM leave one: null is an absent field; several text parts of one message are joined with a
-newline; `developer` is `system`; a prompt without tokens is refused, streamed or not; `max_tokens` is at least 1.
+newline; `developer` is `system`; a prompt without tokens is refused, streamed or not; `max_tokens` is at least 1, or 0
+where only the prompt is to be echoed; `best_of` is only ever `n`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
@@ -31,12 +33,21 @@ from router.tokenizer import PromptTokenizer
 OBJECTIVE_HEADER = "x-llm-d-inference-objective"
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_CHOICES = 32
+"""The largest `n`: as many as an engine runs at once by default."""
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_TOP_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Beyond these a logit is no number any more."""
 MAX_PRIORITY = 1000
 MAX_MESSAGES = 10_000
 COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may fill the context."""
 DEFAULT_TENANT = "default"
 """Of requests without an identity; there is no other yet."""
+_ID, _ID_CHARS = re.compile(r"0|[1-9][0-9]*", re.ASCII), 10
 _SHOWN_CHARS = 64
 """Longest piece of a client's own text in a message to it."""
 
@@ -50,10 +61,27 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A request that can be submitted, and what its reply must look like."""
 
     request: Request
+    """Its first choice."""
+    choices: int
+    echo: str | None
+    """The prompt's text where the answer begins with it."""
     stream: bool
     include_usage: bool
     service_tier: str
     """What the reply's field of this name says: a tier of the class in force, or its name where it has no tier."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """One for each choice, alike but for what names them."""
+        first = self.request
+        if self.choices == 1:
+            return (first,)
+        group = first.request_id
+        ids = (group, *(RequestId(f"{group}-{choice}") for choice in range(1, self.choices)))
+        return tuple(
+            msgspec.structs.replace(first, request_id=request_id, choice=choice, group_id=group)
+            for choice, request_id in enumerate(ids)
+        )
 
 
 # --- the fields, as pydantic models ---
@@ -83,6 +111,22 @@ def _stops(value: object) -> object:
     if not all(0 < len(s) <= MAX_STOP_CHARS for s in stops):
         raise PydanticCustomError("stop", "each string must have 1 to {n} characters", {"n": MAX_STOP_CHARS})
     return tuple(stops)
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """By token id; ids are strings, as JSON's names are."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", "must be an object of token ids and numbers")
+    if len(value) > MAX_BIASES:
+        raise PydanticCustomError("logit_bias", "must name at most {n} tokens", {"n": MAX_BIASES})
+    biases: list[tuple[int, float]] = []
+    for name, bias in value.items():
+        if not (_ID.fullmatch(name) and len(name) <= _ID_CHARS):
+            raise PydanticCustomError("logit_bias", "every name must be a token id in decimal digits")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PydanticCustomError("logit_bias", "every value must be a number in -100..100")
+        biases.append((int(name), float(bias)))
+    return tuple(sorted(biases))
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
@@ -120,6 +164,15 @@ class _Common(_Wire):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases)] = ()
+    min_tokens: int = Field(0, ge=0, lt=2**31)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    expected_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     stream: bool = False
@@ -141,12 +194,27 @@ class ChatBody(_Common):
 
     messages: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likely tokens to report beside each; None reports nothing."""
+        return self.top_logprobs if self.logprobs else None
 
 
 class CompletionBody(_Common):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likely tokens to report beside each; None reports nothing."""
+        return self.logprobs
 
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody)
@@ -172,6 +240,7 @@ class RequestParser:
         self._classes = tuple(classes)
         self._default_class = next(c for c in classes if c.name == default_class)
         self._tokenizer = PromptTokenizer(model.tokenizer_path)
+        self.codec = self._tokenizer.codec
         self._template = ChatTemplate(model.chat_template, model.special_tokens) if model.chat_template else None
 
     def prepare(
@@ -197,10 +266,15 @@ class RequestParser:
             raise ApiError(404, message, param="model", code="model_not_found")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is only allowed when stream is true.", param="stream_options")
+        self._check_sampling(body)
         priority, priority_class = self._priority(body, objective)
         asked, asked_param = _max_tokens(body)
         prompt_param, prompt_ids = self._prompt_ids(body)
         max_tokens = self._room(prompt_ids, prompt_param, asked, asked_param, api)
+        if body.min_tokens > max_tokens:
+            message = f"min_tokens ({body.min_tokens}) is more than the {max_tokens} tokens that there may be."
+            raise ApiError(400, message, param="min_tokens")
+        echo = self._echo(body, prompt_ids)
         return Prepared(
             request=Request(
                 request_id=request_id,
@@ -215,14 +289,43 @@ class RequestParser:
                     temperature=body.temperature,
                     top_p=body.top_p,
                     top_k=max(0, body.top_k),
+                    min_p=body.min_p,
+                    presence_penalty=body.presence_penalty,
+                    frequency_penalty=body.frequency_penalty,
+                    repetition_penalty=body.repetition_penalty,
+                    logit_bias=body.logit_bias,
+                    min_tokens=body.min_tokens,
                     stop=body.stop,
                     ignore_eos=body.ignore_eos,
+                    logprobs=body.likeliest,
+                    prompt_logprobs=None if echo is None else body.likeliest,
                 ),
+                stated_output_tokens=body.expected_output_tokens,
             ),
+            choices=body.n,
+            echo=echo,
             stream=body.stream,
             include_usage=body.stream_options is not None and body.stream_options.include_usage is True,
             service_tier=priority_class.service_tiers[0] if priority_class.service_tiers else priority_class.name,
         )
+
+    def _check_sampling(self, body: ChatBody | CompletionBody) -> None:
+        """What one field alone does not say."""
+        if body.best_of is not None and body.best_of != body.n:
+            message = "best_of other than n is not supported by this server."
+            raise ApiError(400, message, param="best_of", code="unsupported_parameter")
+        if body.logit_bias and body.logit_bias[-1][0] >= self._vocab_size:
+            raise ApiError(400, f"Token ids must lie in 0..{self._vocab_size - 1}.", param="logit_bias")
+        if isinstance(body, ChatBody):
+            if body.top_logprobs and not body.logprobs:
+                raise ApiError(400, "top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+        elif body.max_tokens == 0 and not body.echo:
+            raise ApiError(400, "max_tokens must be at least 1, or 0 with echo.", param="max_tokens")
+
+    def _echo(self, body: ChatBody | CompletionBody, prompt_ids: tuple[int, ...]) -> str | None:
+        if isinstance(body, ChatBody) or not body.echo:
+            return None
+        return body.prompt if isinstance(body.prompt, str) else self.codec.text(prompt_ids)
 
     def _prompt_ids(self, body: ChatBody | CompletionBody) -> tuple[str, tuple[int, ...]]:
         """(name of the parameter, token ids)."""
@@ -261,7 +364,7 @@ class RequestParser:
         room = self._max_model_len - len(prompt_ids)
         if room < 1 or (asked is not None and asked > room):
             param = prompt_param if room < 1 else asked_param
-            output = "at least 1" if asked is None else str(asked)
+            output = str(asked) if asked else "at least 1"
             message = (
                 f"This model's maximum context length is {self._max_model_len} tokens; the request asks for "
                 f"{len(prompt_ids)} in the prompt and {output} in the output."

@@ -1,19 +1,26 @@
 """What a client is sent: whole answers, and the chunks of a stream.
 
-Owns: the response side of OpenAI's wire form. Imports types, errors and outcomes; no web framework. Invariant: per
-token only the text is encoded, between a head and a tail that are made once per request.
+Owns: the response side of OpenAI's wire form. Imports types, errors, outcomes and logprobs; no web framework.
+Invariants: per token only the text (and the logprobs of those who asked) is encoded, between a head and a tail that are
+made once per choice; each choice has one finish reason, and the prompt is counted once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from cluster.types import FinishReason
+from cluster.types import FinishReason, Outcome
 from router.errors import ErrorBody, error_json
-from router.openai import Api
+from router.logprobs import Alignment, ChatLogprobs, Entry, TextLogprobs, Vocabulary
+from router.openai import Api, Prepared
 from router.outcomes import Ending
+from router.stream import Batch
 
 DONE = b"data: [DONE]\n\n"
+
+_NO_ENTRIES: list[Entry] = []
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -31,14 +38,14 @@ class _ChatMessage(msgspec.Struct, frozen=True):
 class _ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: _ChatMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str
 
 
 class _TextChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: str
 
 
@@ -52,74 +59,147 @@ class _Whole(msgspec.Struct, frozen=True):
     usage: Usage
 
 
-class ReplyWriter:
-    """Writes the answer to one request."""
+class _Choice:
+    """What one choice has said and how its chunks begin."""
 
-    def __init__(
-        self, api: Api, reply_id: str, *, created: int, model: str, service_tier: str, include_usage: bool
-    ) -> None:
-        """`created` is in seconds since 1970; `include_usage` adds a chunk with the usage to a stream."""
+    __slots__ = ("_alignment", "_echo", "ending", "entries", "head", "plain", "texts")
+
+    def __init__(self, head: bytes, echo: str, alignment: Alignment | None) -> None:
+        self.head = head
+        self._echo = echo
+        self._alignment = alignment
+        self.plain = not echo and alignment is None
+        """It says a batch's text and nothing else."""
+        self.texts: list[str] = []
+        self.entries: list[Entry] = []
+        self.ending: Ending | None = None
+
+    def take(self, batch: Batch) -> tuple[str, list[Entry]]:
+        """The text that leaves with this batch, and the entries that belong to it; before the first, the echo."""
+        self.ending = batch.ending
+        text = batch.text
+        if self._echo:
+            text, self._echo = self._echo + text, ""
+        return text, _NO_ENTRIES if self._alignment is None else self._alignment.take(batch)
+
+
+class ReplyWriter:
+    """Writes the answer to one client's request, whatever its number of choices."""
+
+    def __init__(self, api: Api, prepared: Prepared, vocabulary: Vocabulary, model: str) -> None:
         self._api = api
-        self._id = reply_id
-        self._created = created
+        self._vocabulary = vocabulary
+        request = self._request = prepared.request
+        self._include_usage = prepared.include_usage
+        self._created = int(request.arrived_unix_s)
         self._model = model
-        self._service_tier = service_tier
-        self._include_usage = include_usage
+        self._service_tier = prepared.service_tier
         kind = "chat.completion.chunk" if api is Api.CHAT else "text_completion"
-        fixed = {"id": reply_id, "object": kind, "created": created, "model": model, "service_tier": service_tier}
-        self._chunk_head = b"data: " + msgspec.json.encode(fixed)[:-1]
-        self._chunk_tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
-        piece = b'{"index":0,"delta":{"content":' if api is Api.CHAT else b'{"index":0,"text":'
-        piece_end = (
-            b'},"logprobs":null,"finish_reason":null}' if api is Api.CHAT else b',"logprobs":null,"finish_reason":null}'
-        )
-        self._piece_head = self._chunk_head + b',"choices":[' + piece
-        self._piece_tail = piece_end + b"]" + self._chunk_tail
+        fixed = {
+            "id": request.request_id,
+            "object": kind,
+            "created": self._created,
+            "model": model,
+            "service_tier": prepared.service_tier,
+        }
+        self._chunk_head = b"data: " + msgspec.json.encode(fixed)[:-1] + b',"choices":['
+        self._chunk_tail = b'],"usage":null}\n\n' if prepared.include_usage else b"]}\n\n"
+        self._text_name = b',"delta":{"content":' if api is Api.CHAT else b',"text":'
+        self._logprobs_name = b'},"logprobs":' if api is Api.CHAT else b',"logprobs":'
+        self._piece_tail = b',"finish_reason":null}' + self._chunk_tail
+        self._plain_tail = self._logprobs_name + b"null" + self._piece_tail
         self._encode = msgspec.json.Encoder().encode
+        self._choices = [
+            _Choice(
+                self._chunk_head + b'{"index":' + str(index).encode() + self._text_name,
+                prepared.echo or "",
+                vocabulary.alignment(request, prepared.echo),
+            )
+            for index in range(prepared.choices)
+        ]
+
+    @property
+    def scored(self) -> bool:
+        """Whether logprobs were asked for."""
+        return self._request.sampling.logprobs is not None
 
     # --- a stream ---
 
     def first(self) -> bytes:
-        """What opens a stream: a chat says who speaks; a completion says nothing."""
+        """What opens a stream: a chat says for each choice who speaks; a completion says nothing."""
         if self._api is Api.COMPLETION:
             return b""
-        role = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return self._chunk(role)
+        role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        return b"".join(self._chunk(index, role) for index in range(len(self._choices)))
 
-    def piece(self, text: str) -> bytes:
-        """A chunk with `text`; none where there is no text yet."""
-        return self._piece_head + self._encode(text) + self._piece_tail if text else b""
+    def events(self, index: int, batch: Batch) -> bytes:
+        """The chunks of one choice's batch: its text, if there is some yet, and at its end why it ended."""
+        choice = self._choices[index]
+        if choice.plain and batch.ending is None:  # as almost all are
+            return choice.head + self._encode(batch.text) + self._plain_tail if batch.text else b""
+        text, entries = choice.take(batch)
+        piece = b""
+        if entries:
+            logprobs = self._logprobs_name + self._encode(self._form(entries))
+            piece = choice.head + self._encode(text) + logprobs + self._piece_tail
+        elif text:
+            piece = choice.head + self._encode(text) + self._plain_tail
+        ending = batch.ending
+        if ending is None or ending.outcome is not Outcome.FINISHED:
+            return piece
+        empty = b',"delta":{}' if self._api is Api.CHAT else b',"text":""'
+        reason = b',"logprobs":null,"finish_reason":"' + _finish_reason(ending).encode() + b'"}'
+        return piece + self._chunk(index, empty + reason)
 
-    def last(self, ending: Ending) -> bytes:
-        """What closes a stream that finished: the reason, the usage if it was asked for, and the end mark."""
-        finish = _finish_reason(ending).encode()
-        empty = b'"delta":{}' if self._api is Api.CHAT else b'"text":""'
-        closing = self._chunk(b'{"index":0,' + empty + b',"logprobs":null,"finish_reason":"' + finish + b'"}')
-        if self._include_usage:
-            usage = self._encode(_usage(ending))
-            closing += self._chunk_head + b',"choices":[],"usage":' + usage + b"}\n\n"
-        return closing + DONE
+    def closing(self) -> bytes:
+        """What closes a stream of which every choice finished: the usage if it was asked for, and the end mark."""
+        if not self._include_usage:
+            return DONE
+        return self._chunk_head + b'],"usage":' + self._encode(self._usage()) + b"}\n\n" + DONE
 
     def broken(self, ending: Ending) -> bytes:
         """What closes a stream that broke after it began; no end mark follows."""
         return b"data: " + error_json(ending_error(ending)) + b"\n\n"
 
-    def _chunk(self, choice: bytes) -> bytes:
-        return self._chunk_head + b',"choices":[' + choice + b"]" + self._chunk_tail
+    def _chunk(self, index: int, rest: bytes) -> bytes:
+        return self._chunk_head + b'{"index":' + str(index).encode() + rest + self._chunk_tail
 
     # --- a whole answer ---
 
-    def whole(self, text: str, ending: Ending) -> bytes:
-        """The JSON body of an answer that is not streamed."""
-        finish = _finish_reason(ending)
-        choice: _ChatChoice | _TextChoice
-        if self._api is Api.CHAT:
-            kind, choice = "chat.completion", _ChatChoice(0, _ChatMessage("assistant", text), None, finish)
-        else:
-            kind, choice = "text_completion", _TextChoice(0, text, None, finish)
+    def gather(self, index: int, batch: Batch) -> None:
+        """Keep one choice's batch for the whole answer."""
+        choice = self._choices[index]
+        text, entries = choice.take(batch)
+        choice.texts.append(text)
+        choice.entries.extend(entries)
+
+    def whole(self) -> bytes:
+        """The JSON body of an answer that is not streamed, of which every choice finished."""
+        kind = "chat.completion" if self._api is Api.CHAT else "text_completion"
+        choices = tuple(self._whole_choice(index, choice) for index, choice in enumerate(self._choices))
+        usage = self._usage()
         return self._encode(
-            _Whole(self._id, kind, self._created, self._model, self._service_tier, (choice,), _usage(ending))
+            _Whole(self._request.request_id, kind, self._created, self._model, self._service_tier, choices, usage)
         )
+
+    def _whole_choice(self, index: int, choice: _Choice) -> _ChatChoice | _TextChoice:
+        assert choice.ending is not None
+        text, finish = "".join(choice.texts), _finish_reason(choice.ending)
+        if self._api is Api.CHAT:
+            chat = self._vocabulary.chat(choice.entries) if self.scored else None
+            return _ChatChoice(index, _ChatMessage("assistant", text), chat, finish)
+        scored = self._vocabulary.completion(choice.entries) if self.scored else None
+        return _TextChoice(index, text, scored, finish)
+
+    # --- both ---
+
+    def _form(self, entries: Sequence[Entry]) -> ChatLogprobs | TextLogprobs:
+        return self._vocabulary.chat(entries) if self._api is Api.CHAT else self._vocabulary.completion(entries)
+
+    def _usage(self) -> Usage:
+        prompt = len(self._request.prompt_ids)
+        completion = sum(c.ending.completion_tokens for c in self._choices if c.ending is not None)
+        return Usage(prompt, completion, prompt + completion)
 
 
 def ending_error(ending: Ending) -> ErrorBody:
@@ -130,7 +210,3 @@ def ending_error(ending: Ending) -> ErrorBody:
 def _finish_reason(ending: Ending) -> str:
     assert ending.finish in (FinishReason.STOP, FinishReason.LENGTH), ending
     return ending.finish.value
-
-
-def _usage(ending: Ending) -> Usage:
-    return Usage(ending.prompt_tokens, ending.completion_tokens, ending.prompt_tokens + ending.completion_tokens)

@@ -9,7 +9,8 @@ Capacity as work of priority p sees it on one replica:
   priority >= p (it goes first; what waits below p does not).
 - blocks in use: the larger of what the report says (with the unreported added) and what this router predicts for its
   own attempts, since a report counts a prompt only as it is filled; of work below p only what may be running.
-What is in use below p can always be preempted: lower work alone never keeps p from a replica that could hold it.
+What is in use below p can always be taken, from what runs and, cheaper, from what waits there paused and has kept its
+blocks: lower work alone never keeps p from a replica that could hold it.
 """
 
 from __future__ import annotations
@@ -100,7 +101,14 @@ def _slots_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
 
 
 def _blocks_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
-    reported = load.blocks_total - load.blocks_free + sum(level.blocks for level in view.unreported)
+    return max(_blocks_reported(view, load), _blocks_predicted(need, view, load))
+
+
+def _blocks_reported(view: ReplicaView, load: EngineLoad) -> int:
+    return load.blocks_total - load.blocks_free + sum(level.blocks for level in view.unreported)
+
+
+def _blocks_predicted(need: Need, view: ReplicaView, load: EngineLoad) -> int:
     runs = {level.priority for level in (*load.running, *view.unreported)}
     predicted = 0
     for own in view.own:
@@ -108,7 +116,7 @@ def _blocks_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
             predicted += own.active_blocks + own.parked_blocks
         elif own.priority in runs:
             predicted += own.active_blocks
-    return max(reported, predicted)
+    return predicted
 
 
 def _fits(need: Need, view: ReplicaView, load: EngineLoad) -> bool:
@@ -130,11 +138,13 @@ def _victims(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int]
     """(how many more victims than are claimed already, the most urgent priority among them), or None: not enough.
 
     What is over capacity before this request is claimed by work that goes first, and it takes the same victims from
-    the bottom up; the difference is this request's own.
+    the bottom up; the difference is this request's own. What lower work has kept while it is paused goes before
+    anybody who runs, and is nobody's place.
     """
     levels = _preemptible(need.priority, view, load)
     slots_over = _slots_used(need, view, load) - load.slots_total
-    blocks_over = _blocks_used(need, view, load) - load.blocks_total
+    kept = sum(level.blocks for level in load.waiting if level.priority < need.priority)
+    blocks_over = max(_blocks_reported(view, load) - kept, _blocks_predicted(need, view, load)) - load.blocks_total
     before = _take(levels, slots_over, blocks_over)
     after = _take(levels, slots_over + 1, blocks_over + need.blocks(load.block_size_tokens))
     if before is None or after is None:
@@ -143,7 +153,7 @@ def _victims(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int]
 
 
 def _preemptible(priority: int, view: ReplicaView, load: EngineLoad) -> list[_Level]:
-    """Lower work by priority, least urgent first; blocks by the same measure as `_blocks_used` counts them."""
+    """Lower running work by priority, least urgent first; blocks by the same measure as `_blocks_used` counts them."""
     requests: dict[int, int] = {}
     blocks: dict[int, int] = {}
     for level in (*load.running, *view.unreported):

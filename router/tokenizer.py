@@ -1,6 +1,6 @@
 """Text to token ids, once per request.
 
-Owns: the tokenizer of one model and the rule for begin-of-text markers. Imports `tokenizers` only. Invariant: a chat's
+Owns: the tokenizer of one model and the rule for begin-of-text markers. Imports `tokenizers` and the codec. Invariant: a chat's
 text carries its markers already and gets none added; a raw prompt gets what the tokenizer's own post-processor adds.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenizers import Tokenizer
+
+from cluster.engine.text import TextCodec
 
 
 class PromptTokenizer:
@@ -19,6 +21,8 @@ class PromptTokenizer:
         self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.codec = TextCodec(self._tokenizer)
+        """The way back."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Token ids of `text`.

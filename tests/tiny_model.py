@@ -1,7 +1,11 @@
-"""A random-weight Llama of about 3.4 million parameters, in Hugging Face form, made in under a second without torch.
+"""Random-weight models of about 3.4 million parameters, in Hugging Face form, made in under a second without torch.
 
-Owns: the model that most tests run. Imports numpy, safetensors and tokenizers only. The folder depends on the seed and
-the overrides alone, byte for byte, so two processes that make it have the same model identity.
+Owns: the model that most tests run, a Llama; its kin (Mistral, Qwen2, Qwen3) by overrides of its config.json; and a GPT-2,
+which is built of other parts. Imports numpy, safetensors and tokenizers only. A folder depends on the seed and the
+overrides alone, byte for byte, so two processes that make it have the same model identity.
+
+Weights are scaled so that every layer matters to the logits, greedy outputs do not fall into one token, and the two best
+tokens lie well apart (see LOGIT_SCALE), which keeps ties within rounding rare.
 """
 
 from __future__ import annotations
@@ -32,11 +36,28 @@ LOGIT_SCALE = 4.0
 
 def make_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> ModelFolder:
     """Write the model to `folder` (made if absent) and open it. `overrides` replace fields of config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
+    config = _llama_config(_end_id(tokenizer)) | overrides
+    return _write(folder, "tiny-llama", tokenizer, config, _llama_weights(config, seed))
+
+
+def make_tiny_gpt2(folder: Path, *, seed: int = 0, **overrides: Any) -> ModelFolder:
+    """The same for a GPT-2: learnt positions, layer norms with biases, fused projections, tied embeddings."""
+    tokenizer = _tokenizer()
+    config = _gpt2_config(_end_id(tokenizer)) | overrides
+    return _write(folder, "tiny-gpt2", tokenizer, config, _gpt2_weights(config, seed))
+
+
+def _end_id(tokenizer: Tokenizer) -> int:
+    return int(tokenizer.get_vocab(with_added_tokens=True)[END])
+
+
+def _write(
+    folder: Path, name: str, tokenizer: Tokenizer, config: dict[str, Any], weights: dict[str, NDArray[np.float32]]
+) -> ModelFolder:
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    end_id = tokenizer.get_vocab(with_added_tokens=True)[END]
-    config = _config(end_id) | overrides
+    end_id = _end_id(tokenizer)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": end_id, "pad_token_id": end_id})
     _write_json(
@@ -47,14 +68,14 @@ def make_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> ModelFo
             "pad_token": END,
             "chat_template": CHAT_TEMPLATE,
             "clean_up_tokenization_spaces": False,
-            "model_max_length": config["max_position_embeddings"],
+            "model_max_length": config.get("max_position_embeddings", config.get("n_positions")),
         },
     )
-    save_file(_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
-    return ModelFolder.open(folder, name="tiny-llama")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return ModelFolder.open(folder, name=name)
 
 
-def _config(end_id: int) -> dict[str, Any]:
+def _llama_config(end_id: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -79,13 +100,16 @@ def _config(end_id: int) -> dict[str, Any]:
     }
 
 
-def _weights(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.float32]]:
-    """Rows of unit gain, so that every layer matters to the logits and greedy outputs do not fall into one token."""
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> NDArray[np.float32]:
+    return rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
+
+
+def _llama_weights(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.float32]]:
+    """Rows of unit gain."""
     rng = np.random.default_rng(seed)
 
     def linear(out_features: int, in_features: int, gain: float = 1.0) -> NDArray[np.float32]:
-        std = np.float32(gain / np.sqrt(in_features))
-        return rng.standard_normal((out_features, in_features), dtype=np.float32) * std
+        return _normal(rng, (out_features, in_features), float(gain / np.sqrt(in_features)))
 
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     queries = int(config["num_attention_heads"]) * int(config["head_dim"])
@@ -107,9 +131,71 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.float32]
         if config["model_type"] == "qwen2":
             for part, rows in (("q", queries), ("k", keys), ("v", keys)):
                 weights[f"{prefix}.self_attn.{part}_proj.bias"] = linear(rows, 1, 0.5)[:, 0]
+        if config["model_type"] == "qwen3":
+            # The norms of queries and keys make each of length sqrt(head_dim); gains as those of the projections here.
+            for part in ("q", "k"):
+                gains = 1.5 + _normal(rng, (int(config["head_dim"]),), 0.3)
+                weights[f"{prefix}.self_attn.{part}_norm.weight"] = gains
     weights["model.norm.weight"] = np.ones(hidden, np.float32)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = linear(int(config["vocab_size"]), hidden, LOGIT_SCALE)
+    return weights
+
+
+def _gpt2_config(end_id: int) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "bos_token_id": end_id,
+        "eos_token_id": end_id,
+        "dtype": "float32",
+        "layer_norm_epsilon": 1e-5,
+        "n_embd": 256,
+        "n_head": 8,
+        "n_layer": 4,
+        "n_positions": 1024,
+        "tie_word_embeddings": True,
+        "vocab_size": VOCAB_SIZE,
+    }
+
+
+def _gpt2_weights(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.float32]]:
+    """Rows of unit gain over small embeddings: these are the output's too, so a token would else predict itself."""
+    rng = np.random.default_rng(seed)
+    hidden = int(config["n_embd"])
+    embedding_std = 0.1
+
+    def conv(in_features: int, out_features: int, gain: float = 1.0) -> NDArray[np.float32]:
+        return _normal(rng, (in_features, out_features), float(gain / np.sqrt(in_features)))
+
+    def bias(features: int) -> NDArray[np.float32]:
+        return _normal(rng, (features,), 0.1)
+
+    weights = {
+        "transformer.wte.weight": _normal(rng, (int(config["vocab_size"]), hidden), embedding_std),
+        "transformer.wpe.weight": _normal(rng, (int(config["n_positions"]), hidden), embedding_std),
+        # The norm's output has length sqrt(hidden), the embeddings' rows embedding_std times that.
+        "transformer.ln_f.weight": np.full(hidden, LOGIT_SCALE / (embedding_std * np.sqrt(hidden)), np.float32),
+        "transformer.ln_f.bias": bias(hidden),
+    }
+    for layer in range(int(config["n_layer"])):
+        prefix = f"transformer.h.{layer}"
+        for norm in ("ln_1", "ln_2"):
+            weights |= {
+                f"{prefix}.{norm}.weight": 1.0 + bias(hidden),
+                f"{prefix}.{norm}.bias": bias(hidden),
+            }
+        weights |= {
+            f"{prefix}.attn.c_attn.weight": conv(hidden, 3 * hidden, 1.5),
+            f"{prefix}.attn.c_attn.bias": bias(3 * hidden),
+            f"{prefix}.attn.c_proj.weight": conv(hidden, hidden, 4.0),
+            f"{prefix}.attn.c_proj.bias": bias(hidden),
+            f"{prefix}.mlp.c_fc.weight": conv(hidden, 4 * hidden),
+            f"{prefix}.mlp.c_fc.bias": bias(4 * hidden),
+            f"{prefix}.mlp.c_proj.weight": conv(4 * hidden, hidden),
+            f"{prefix}.mlp.c_proj.bias": bias(hidden),
+        }
     return weights
 
 

@@ -16,13 +16,13 @@ from cluster.model import ModelFolder, ModelFolderError
 
 DTYPE_BYTES = {DType.FLOAT32: 4, DType.BFLOAT16: 2}
 PROCESS_BYTES = 600 * 2**20
-"""A replica's process without a model: Python, Ray's worker, torch, transformers and torch's scratch memory."""
+"""A replica's process without a model: Python, Ray's worker, torch, numba or transformers, and scratch memory."""
 BYTES_PER_LOGIT = 32
 """Logits of a step in float32, their weights, and their running sums in float64, while tokens are drawn."""
 
 
 def memory_bytes(model: ModelFolder, config: EngineConfig) -> int:
-    """Resident bytes of one replica: weights, KV pool, a step's logits, and the process itself.
+    """Resident bytes of one replica: weights, KV pool, what it may swap out to, a step's logits, and the process itself.
 
     Raises:
         ModelFolderError: the configuration or a weight file does not say what is needed.
@@ -33,11 +33,13 @@ def memory_bytes(model: ModelFolder, config: EngineConfig) -> int:
     kv_heads = model.positive("num_key_value_heads", heads)
     head_dim = model.positive("head_dim", hidden // heads)
     if model.settings.get("tie_word_embeddings"):
-        parameters += model.vocab_size * hidden  # the output layer is laid out anew, beside the embedding
+        parameters += (
+            model.vocab_size * hidden
+        )  # with transformers the output layer is laid out anew, beside the embedding
     kv_bytes_per_token = 2 * model.positive("num_hidden_layers") * kv_heads * head_dim * size
     return (
         parameters * size
-        + config.blocks * config.block_size_tokens * kv_bytes_per_token
+        + (config.blocks + config.host_blocks) * config.block_size_tokens * kv_bytes_per_token
         + config.slots * model.vocab_size * BYTES_PER_LOGIT
         + PROCESS_BYTES
     )

@@ -7,19 +7,21 @@ its text with the tokenizer's own `decode`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cluster.config import EngineConfig
 from cluster.engine.chance import uniform
 from cluster.engine.engine import Engine
 from cluster.engine.text import TextCodec
-from cluster.ports import SampleSpec, StepResult
-from cluster.types import FinishReason, Request, RequestId, Sampling, TokenDelta
-from tests.conformance.arithmetic_backend import ArithmeticBackend, next_token
+from cluster.ports import Penalties, SampleSpec, StepResult
+from cluster.types import FinishReason, Request, RequestId, Sampling, TokenDelta, TokenLogprob
+from tests.conformance.arithmetic_backend import ArithmeticBackend, after, digest_of, draw, logprob
 
 CORPUS = (
     "the basin above a power station holds the water back and meters it to the turbines",
@@ -85,21 +87,33 @@ def request(
     seed: int = 0,
     stop: tuple[str, ...] = (),
     ignore_eos: bool = True,
+    tenant: str = "t",
+    group: str = "",
+    choice: int = 0,
+    **sampling: object,
 ) -> Request:
-    """`prompt` is its ids, or a length to be filled with ids derived from the name."""
+    """`prompt` is its ids, or a length to be filled with ids derived from the name. `sampling` are more fields of it."""
     if isinstance(prompt, int):
-        draw = random.Random(name)
-        prompt = tuple(draw.randrange(vocab_size()) for _ in range(prompt))
+        prompt = prompt_of(name, prompt)
+    base = Sampling(max_tokens=max_tokens, seed=seed, temperature=temperature, stop=stop, ignore_eos=ignore_eos)
     return Request(
         request_id=RequestId(name),
-        tenant="t",
+        tenant=tenant,
         priority=priority,
         priority_class="c",
         arrived_unix_s=arrived,
         prompt_ids=prompt,
         emitted_ids=emitted,
-        sampling=Sampling(max_tokens=max_tokens, seed=seed, temperature=temperature, stop=stop, ignore_eos=ignore_eos),
+        sampling=msgspec.structs.replace(base, **sampling),
+        group_id=group,
+        choice=choice,
     )
+
+
+def prompt_of(name: str, tokens: int) -> tuple[int, ...]:
+    """So many token ids derived from a name."""
+    rng = random.Random(name)
+    return tuple(rng.randrange(vocab_size()) for _ in range(tokens))
 
 
 def engine(settings: EngineConfig | None = None, backend: ArithmeticBackend | None = None) -> Engine:
@@ -120,6 +134,10 @@ class Output:
     finish: FinishReason | None = None
     ends: int = 0
     first_token_step: int | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of the first delta; None before it."""
+    error: str = ""
 
     def take(self, delta: TokenDelta, step: int = 0, *, first_index: int = 0) -> None:
         assert delta.index == first_index + len(self.token_ids), "tokens lost or doubled"
@@ -127,11 +145,39 @@ class Output:
         assert not self.ends, "something came after the end"
         if delta.token_ids and self.first_token_step is None:
             self.first_token_step = step
+        assert self.prompt_logprobs is None or not delta.prompt_logprobs, "scores come with the first delta only"
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        assert len(self.logprobs) in (0, len(self.token_ids)), "one logprob per token, or none"
         self.text += "".join(delta.pieces)
         if delta.finish is not None:
             self.ends += 1
             self.finish = delta.finish
+            self.error = delta.error
+
+
+def same(got: Output, expected: Output) -> bool:
+    """Whether two outputs say the same, whatever they are made of."""
+    return (got.token_ids, got.text, got.finish, got.ends, got.logprobs, got.prompt_logprobs) == (
+        expected.token_ids,
+        expected.text,
+        expected.finish,
+        expected.ends,
+        expected.logprobs,
+        expected.prompt_logprobs,
+    )
+
+
+def begins(got: Output, expected: Output) -> bool:
+    """Whether `got` is how `expected` begins, wherever it was cut off."""
+    n = len(got.token_ids)
+    return (
+        got.token_ids == expected.token_ids[:n]
+        and got.logprobs == expected.logprobs[:n]
+        and expected.text.startswith(got.text)
+    )
 
 
 def collect(
@@ -159,29 +205,56 @@ def gather(
         output.take(delta, step, first_index=(first or {}).get(delta.request_id, 0))
 
 
-def undisturbed(
-    r: Request, *, max_model_len: int, draw: Callable[[list[int], SampleSpec], int] | None = None
-) -> Output:
-    """The output of a request alone, by a plain loop. `draw` gives the token after a list of tokens."""
-    draw = draw or (lambda tokens, sample: next_token(tokens, sample, vocab_size()))
+def undisturbed(r: Request, *, max_model_len: int) -> Output:
+    """The output of a request alone on the arithmetic backend, by a plain loop."""
     s = r.sampling
-    tokens, out = list(r.prompt_ids), Output(finish=FinishReason.LENGTH, ends=1)
-    while len(out.token_ids) < s.max_tokens and len(tokens) < max_model_len:
-        chance = uniform(s.seed, 0, len(out.token_ids)) if s.temperature > 0 else 0.0
-        spec = SampleSpec(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, uniform=chance)
-        token = draw(tokens, spec)
-        tokens.append(token)
-        out.token_ids.append(token)
-        if token == EOS and not s.ignore_eos:
+    prompt, out = list(r.prompt_ids), Output(finish=FinishReason.LENGTH, ends=1, prompt_logprobs=())
+    if s.prompt_logprobs is not None:
+        out.prompt_logprobs = tuple(
+            logprob(after(prompt[:k]), prompt[k], vocab_size(), s.prompt_logprobs) for k in range(1, len(prompt))
+        )
+    while len(out.token_ids) < s.max_tokens and len(prompt) + len(out.token_ids) < max_model_len:
+        drawn = draw(digest_of(prompt + out.token_ids), _specification(r, out.token_ids), vocab_size())
+        assert drawn.token_id is not None
+        out.token_ids.append(drawn.token_id)
+        if drawn.logprob is not None:
+            out.logprobs.append(drawn.logprob)
+        if drawn.token_id == EOS and not s.ignore_eos:
             out.finish = FinishReason.STOP
             break
-        if s.stop and cut_at_stop(decoded(out.token_ids), s.stop) is not None:
+        if s.stop and _cut(out.token_ids, s) is not None:
             out.finish = FinishReason.STOP
             break
     text = decoded(out.token_ids)
-    cut = cut_at_stop(text, s.stop)
+    cut = _cut(out.token_ids, s)
     out.text = text if cut is None else cut
     return out
+
+
+def _specification(r: Request, output: list[int]) -> SampleSpec:
+    """How the next token after `output` is drawn, as `Sampling` says it."""
+    s = r.sampling
+    penalized = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
+    return SampleSpec(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        uniform=uniform(s.seed, r.choice, len(output)) if s.temperature > 0 else 0.0,
+        min_p=s.min_p,
+        bias=s.logit_bias,
+        banned=(EOS,) if len(output) < s.min_tokens and not s.ignore_eos else (),
+        penalties=Penalties(
+            s.presence_penalty, s.frequency_penalty, s.repetition_penalty, Counter(output), r.prompt_ids
+        )
+        if penalized
+        else None,
+        logprobs=s.logprobs,
+    )
+
+
+def _cut(output: list[int], s: Sampling) -> str | None:
+    """The text before a stop string, or None; what the first `min_tokens` tokens complete is none."""
+    return cut_at_stop(decoded(output), s.stop, first_end=len(decoded(output[: s.min_tokens])) + 1)
 
 
 def decoded(token_ids: Iterable[int]) -> str:
@@ -196,9 +269,9 @@ def decoded(token_ids: Iterable[int]) -> str:
     return whole
 
 
-def cut_at_stop(text: str, stop: tuple[str, ...]) -> str | None:
+def cut_at_stop(text: str, stop: tuple[str, ...], first_end: int = 1) -> str | None:
     """`text` before the stop string that completes first (the longest of those), or None; by looking at each end."""
-    for end in range(1, len(text) + 1):
+    for end in range(first_end, len(text) + 1):
         starts = [end - len(s) for s in stop if s and text[:end].endswith(s)]
         if starts:
             return text[: min(starts)]

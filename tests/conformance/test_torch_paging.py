@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from cluster.config import EngineConfig
-from cluster.engine.torch.backend import TorchBackend
+from cluster.engine.torch.backend import TorchBackend, out_of_memory_by_name
 from cluster.model import ModelFolder
-from cluster.ports import Row
+from cluster.ports import OutOfMemoryError, Row, RowOutput
 from tests.conformance.torch_kit import GREEDY, HandDriver, random_prompts
 
 CONFIG = EngineConfig(slots=8, step_token_budget=24, block_size_tokens=4, blocks=256, max_model_len=256)
@@ -30,6 +30,10 @@ def undisturbed(tiny_model: ModelFolder) -> list[list[int]]:
 
 def pools(backend: TorchBackend) -> list[torch.Tensor]:
     return [*backend.cache.keys, *backend.cache.values]
+
+
+def drawn(outputs: Sequence[RowOutput]) -> list[int | None]:
+    return [output.token_id for output in outputs]
 
 
 def run(backend: TorchBackend, disturb: Callable[[HandDriver, int], None], seed: int = 0) -> list[list[int]]:
@@ -107,20 +111,86 @@ def test_two_sequences_can_share_the_blocks_of_a_common_prefix(
     together = backend.run(rows)
     for i, end in enumerate(ends):
         alone = Row(token_ids=(*prefix, *end), start=0, block_table=tuple(range(40, 47)), sample=GREEDY)
-        assert backend.run([alone]) == [together[i]]
+        assert drawn(backend.run([alone])) == drawn([together[i]])
 
 
-def test_tokens_are_drawn_in_the_order_of_the_rows_that_have_a_sample(backend: TorchBackend) -> None:
+def test_each_row_has_its_output_in_its_place(backend: TorchBackend) -> None:
     prompts = random_prompts([1, 5, 1, 9, 2], 1024, seed=8)
     rows = [
         Row(token_ids=tuple(p), start=0, block_table=(3 * i, 3 * i + 1, 3 * i + 2), sample=None if i == 3 else GREEDY)
         for i, p in enumerate(prompts)
     ]
-    alone = [backend.run([row]) for row in rows]
-    assert alone[3] == []
-    assert backend.run(rows) == [token_id for drawn in alone for token_id in drawn]
-    assert backend.run(rows[::-1]) == [token_id for drawn in alone[::-1] for token_id in drawn]
+    alone = [drawn(backend.run([row]))[0] for row in rows]
+    assert [token_id is None for token_id in alone] == [False, False, False, True, False]
+    assert drawn(backend.run(rows)) == alone
+    assert drawn(backend.run(rows[::-1])) == alone[::-1]
     assert backend.run([]) == []
+
+
+def test_padding_changes_neither_outputs_nor_cache(backend: TorchBackend) -> None:
+    rows = [
+        Row(token_ids=tuple(p), start=0, block_table=(3 * i, 3 * i + 1, 3 * i + 2), sample=GREEDY)
+        for i, p in enumerate(random_prompts([1, 5, 12], 1024, seed=9))
+    ]
+    plain = drawn(backend.run(rows))
+    before = backend.cache.pool.clone()
+    assert drawn(backend.run(rows, padding_tokens=7)) == plain
+    torch.testing.assert_close(backend.cache.pool, before, atol=1e-4, rtol=1e-4, equal_nan=True)
+    untouched = [b for b in range(CONFIG.blocks) if all(b not in row.block_table for row in rows)]
+    assert bytes(backend.save_blocks(untouched)) == before[untouched].numpy().tobytes()
+
+
+def test_copied_and_moved_blocks_continue_as_their_source(tiny_model: ModelFolder, backend: TorchBackend) -> None:
+    """Copied within a pool, swapped out and in again elsewhere, and carried to another engine of the same format."""
+    prompt = PROMPTS[3]
+    source = tuple(range(8))
+    first = Row(token_ids=tuple(prompt), start=0, block_table=source, sample=GREEDY)
+    (token_id,) = drawn(backend.run([first]))
+    assert token_id is not None
+
+    def continued(where: TorchBackend, table: tuple[int, ...]) -> list[int | None]:
+        return drawn(where.run([Row(token_ids=(token_id,), start=len(prompt), block_table=table, sample=GREEDY)]))
+
+    saved = backend.save_blocks(source)
+    assert saved.nbytes == len(source) * backend.kv_block_bytes
+    whole = drawn(
+        backend.run([Row(token_ids=(*prompt, token_id), start=0, block_table=tuple(range(60, 68)), sample=GREEDY)])
+    )
+    for block in source:
+        backend.copy_block(block, 20 + block)
+    elsewhere = (45, 31, 47, 33, 50, 30, 29, 28)
+    backend.load_blocks(elsewhere, saved)
+    other = TorchBackend(tiny_model, CONFIG)
+    assert other.kv_format == backend.kv_format
+    other.load_blocks(source[4:], saved[4 * backend.kv_block_bytes :])
+    other.load_blocks(source[:4], saved[: 4 * backend.kv_block_bytes])
+    assert continued(backend, tuple(20 + b for b in source)) == whole
+    assert continued(backend, elsewhere) == whole
+    assert continued(other, source) == whole
+    assert bytes(backend.save_blocks(source)) == bytes(saved), "a copy was written to, or the source moved"
+
+
+def test_saved_blocks_of_another_size_are_refused(backend: TorchBackend) -> None:
+    with pytest.raises(ValueError, match="blocks"):
+        backend.load_blocks([1, 2], backend.save_blocks([1]))
+
+
+@pytest.mark.parametrize("changes", [{"block_size_tokens": 8}, {"dtype": "bfloat16"}], ids=["block size", "dtype"])
+def test_other_layouts_have_another_format(
+    tiny_model: ModelFolder, backend: TorchBackend, changes: dict[str, object]
+) -> None:
+    other = TorchBackend(tiny_model, CONFIG.model_validate(CONFIG.model_dump() | changes))
+    assert other.kv_format != backend.kv_format
+
+
+def test_running_out_of_memory_is_told_by_name_and_other_errors_are_not() -> None:
+    with pytest.raises(OutOfMemoryError), out_of_memory_by_name():
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(OutOfMemoryError), out_of_memory_by_name():
+        bytearray(2**62)
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught, out_of_memory_by_name():
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+    assert not isinstance(caught.value, OutOfMemoryError)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from cluster.config import EngineConfig
-from cluster.engine.torch.attention import ShapeProbe, UnsupportedAttentionError, paged_attention
 from cluster.engine.torch.backend import TorchBackend
+from cluster.engine.torch.hf_attention import ShapeProbe, UnsupportedAttentionError, paged_attention
 from cluster.model import ModelFolder, ModelFolderError
 from tests.tiny_model import make_tiny_llama
 
@@ -185,7 +185,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     model = make_tiny_llama(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"intermediate_size": 700}))
-    assert "_proj.weight" in refusal(model)
+    assert "_proj.weight" in refusal(ModelFolder.open(model.path))
 
 
 def test_weights_that_are_cut_off_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from cluster.engine.engine import Engine
 from cluster.engine.runner import EngineRunner
 from cluster.engine.text import TextCodec
 from cluster.model import ModelFolder
-from cluster.ports import Backend, EnginePort, Row
+from cluster.ports import Backend, EnginePort, Row, RowOutput
 from deployments.settings import Profile
 from tests.line import Line, running_line
 
@@ -34,12 +34,17 @@ class PaddedBackend:
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
         self.vocab_size = inner.vocab_size
+        self.kv_block_bytes = inner.kv_block_bytes
+        self.kv_format = inner.kv_format
+        self.copy_block = inner.copy_block
+        self.save_blocks = inner.save_blocks
+        self.load_blocks = inner.load_blocks
 
-    def run(self, rows: Sequence[Row]) -> Sequence[int | None]:
+    def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> Sequence[RowOutput]:
         ends = time.monotonic() + STEP_S
-        drawn = self._inner.run(rows)
+        outputs = self._inner.run(rows, padding_tokens)
         time.sleep(max(0.0, ends - time.monotonic()))
-        return drawn
+        return outputs
 
 
 def padded_engine(model: ModelFolder) -> EnginePort:

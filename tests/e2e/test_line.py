@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,9 +15,15 @@ import httpx
 import openai
 import pytest
 
-from cluster.metrics import IN_FLIGHT, PREEMPTIONS, QUEUED, REQUESTS
+from cluster.engine.text import TextCodec
+from cluster.metrics import CONTINUED, IN_FLIGHT, PREEMPTIONS, QUEUED, REQUESTS
+from cluster.model import ModelFolder
+from cluster.types import Request
+from deployments.replica_link import ReplicaLink
 from deployments.transport import RejectedError
 from ops.examples.priority import demonstrate
+from router.logprobs import Vocabulary
+from router.tokenizer import PromptTokenizer
 from tests.e2e.conftest import PROFILE, STEP_S
 from tests.line import Line, until
 
@@ -160,12 +167,161 @@ async def test_errors_have_the_one_form(client: openai.AsyncOpenAI) -> None:
     assert "priority" in disagree.value.message
 
 
+# --- several choices, logprobs, echoes ---
+
+
+async def complete(line: Line, **changes: Any) -> dict[str, Any]:
+    answer = await line.client.post("/v1/completions", json=body(stream=False, **changes))
+    assert answer.status_code == 200, answer.text
+    whole: dict[str, Any] = answer.json()
+    return whole
+
+
+async def streamed(line: Line, **changes: Any) -> dict[int, list[dict[str, Any]]]:
+    """What each choice said, event by event."""
+    choices: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    async with stream(line.client, **changes) as events:
+        async for event in events:
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                choices[choice["index"]].append(choice)
+    return choices
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(event["text"] for event in events)
+
+
+def listed(events: list[dict[str, Any]], name: str) -> list[Any]:
+    """One of the lists of logprobs, put together."""
+    return [item for event in events if event["logprobs"] is not None for item in event["logprobs"][name]]
+
+
+def near(got: list[float | None], expected: list[float | None]) -> bool:
+    """The same logprobs, within what rounding makes of another batch."""
+    pairs = list(zip(got, expected, strict=True))
+    return all((a is None and b is None) or (a is not None and b is not None and abs(a - b) < 1e-3) for a, b in pairs)
+
+
+async def test_choices_differ_from_each_other_and_repeat_from_run_to_run(line: Line) -> None:
+    drawn = {"n": 3, "temperature": 1, "seed": 5, "max_tokens": 16}
+    first, again = await asyncio.gather(complete(line, **drawn), complete(line, **drawn))
+    texts = [choice["text"] for choice in first["choices"]]
+    assert texts == [choice["text"] for choice in again["choices"]]
+    assert len(set(texts)) == 3
+    assert first["usage"]["completion_tokens"] == 48
+    events = await streamed(line, **drawn)
+    assert [text_of(events[k]) for k in range(3)] == texts
+    greedy = await complete(line, n=3, max_tokens=16)
+    assert len({choice["text"] for choice in greedy["choices"]}) == 1
+
+
+async def test_scoring_what_was_generated_gives_the_logprobs_that_it_was_generated_with(line: Line) -> None:
+    """Ids, not text, go in again: a text of random tokens need not be tokenised as it was written."""
+    prompt = [300, 301, 302, 303]
+    made = (await complete(line, prompt=prompt, max_tokens=12, logprobs=5))["choices"][0]["logprobs"]
+    assert len(made["tokens"]) == 12
+    for token, logprob, top in zip(made["tokens"], made["token_logprobs"], made["top_logprobs"], strict=True):
+        assert len(top) == 5
+        assert max(top.values()) == top[token] == logprob <= 0, "greedy takes the likeliest"
+    codec = TextCodec.from_file(line.router._model.tokenizer_path)
+    vocabulary = Vocabulary(codec, ())
+    ids = {vocabulary.word(token_id).token: token_id for token_id in range(1024)}
+    scored = await complete(line, prompt=prompt + [ids[t] for t in made["tokens"]], max_tokens=0, echo=True, logprobs=5)
+    (choice,) = scored["choices"]
+    assert (choice["finish_reason"], scored["usage"]["completion_tokens"]) == ("length", 0)
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert near(choice["logprobs"]["token_logprobs"][4:], made["token_logprobs"])
+    silent = await complete(line, max_tokens=0, echo=True)
+    assert (silent["choices"][0]["text"], silent["choices"][0]["finish_reason"]) == ("once upon a time", "length")
+
+
+async def test_bias_rules_the_draw_and_logprobs_are_of_the_model_before_it(line: Line) -> None:
+    prompt, biased = [300, 301, 302], 400
+    answer = await complete(line, prompt=prompt, max_tokens=3, logit_bias={str(biased): 100}, logprobs=0)
+    codec = TextCodec.from_file(line.router._model.tokenizer_path)
+    assert answer["choices"][0]["text"] == codec.text([biased] * 3)
+    scored = await complete(line, prompt=[*prompt, *[biased] * 3], max_tokens=0, echo=True, logprobs=0)
+    assert near(
+        answer["choices"][0]["logprobs"]["token_logprobs"],
+        scored["choices"][0]["logprobs"]["token_logprobs"][3:],
+    )
+    banned = await complete(
+        line, prompt=prompt, max_tokens=3, logit_bias={str(biased): 100, "401": 100}, presence_penalty=2
+    )
+    assert banned["choices"][0]["text"] != answer["choices"][0]["text"], "a penalty of 2 decides between equal biases"
+
+
+async def test_penalties_count_what_has_been_said(line: Line) -> None:
+    """Two tokens are biased alike; each time that one is said the other becomes likelier by the frequency penalty."""
+    codec = TextCodec.from_file(line.router._model.tokenizer_path)
+    fields = {"prompt": [300], "max_tokens": 16, "logit_bias": {"400": 100, "401": 100}, "logprobs": 0}
+    plain = (await complete(line, **fields))["choices"][0]["logprobs"]["tokens"]
+    fair = (await complete(line, frequency_penalty=2, **fields))["choices"][0]["logprobs"]["tokens"]
+    words = {Vocabulary(codec, ()).word(i).token for i in (400, 401)}
+    assert set(plain) | set(fair) <= words
+    spread = max(fair.count(w) for w in words) - min(fair.count(w) for w in words)
+    assert spread < max(plain.count(w) for w in words) - min(plain.count(w) for w in words)
+
+
+async def test_min_tokens_keeps_the_end_away_until_they_are_made(line: Line) -> None:
+    (end_id,) = line.router._model.eos_token_ids
+    fields: dict[str, Any] = {"max_tokens": 9, "logit_bias": {str(end_id): 100}, "ignore_eos": False}
+    early, late = await complete(line, **fields), await complete(line, min_tokens=5, **fields)
+    assert (early["usage"]["completion_tokens"], late["usage"]["completion_tokens"]) == (1, 6)
+    assert early["choices"][0]["text"] == ""
+    assert [a["choices"][0]["finish_reason"] for a in (early, late)] == ["stop", "stop"]
+
+
+async def test_a_replica_that_is_lost_leaves_no_mark_in_three_streams_with_logprobs(
+    slow_line: Line, tiny_model: ModelFolder
+) -> None:
+    fields = {"n": 3, "temperature": 1, "seed": 11, "max_tokens": 30, "logprobs": 2, "echo": True, "stop": ["\x00\x01"]}
+    undisturbed = await streamed(slow_line, **fields)
+
+    async def spoken() -> int:
+        return sum(replica.engine.progress().load.tokens_total for replica in slow_line.replicas)
+
+    before = await spoken()
+
+    async def lose_one() -> None:
+        """Once every choice has spoken: the replica that runs most of them."""
+        await until(spoken, lambda tokens: tokens >= before + 15)
+        busy = [sum(p.requests for p in r.engine.progress().load.running) for r in slow_line.replicas]
+        assert sum(busy) == 3
+        await slow_line.replicas[busy.index(max(busy))].close()
+
+    losing = asyncio.create_task(lose_one())
+    disturbed = await streamed(slow_line, **fields)
+    await losing
+    assert await slow_line.metric(CONTINUED) >= 1
+    for choice in range(3):
+        whole, cut = undisturbed[choice], disturbed[choice]
+        assert text_of(cut) == text_of(whole)
+        assert [e["finish_reason"] for e in cut if e["finish_reason"]] == ["length"]
+        for name in ("tokens", "text_offset"):
+            assert listed(cut, name) == listed(whole, name)
+        assert near(listed(cut, "token_logprobs"), listed(whole, "token_logprobs"))
+        # All of the prompt and of the output, each once: none fell into the gap between two replicas.
+        prompt = PromptTokenizer(tiny_model.tokenizer_path).encode("once upon a time", add_special_tokens=True)
+        assert len(listed(cut, "tokens")) == len(prompt) + 30
+    assert len({text_of(disturbed[k]) for k in range(3)}) == 3
+
+
+async def test_a_client_that_leaves_three_choices_frees_the_blocks_of_all(slow_line: Line) -> None:
+    async with stream(slow_line.client, max_tokens=500, n=3) as events:
+        await anext(events)
+        assert sum(slow_line.blocks_used()) > 0
+    assert await nothing_is_left(slow_line) < 1.0
+    assert await slow_line.metric(REQUESTS, outcome="cancelled") == 3
+
+
 # --- priority ---
 
 
 async def test_urgent_work_starts_within_two_steps_though_64_streams_hold_every_slot(slow_line: Line) -> None:
     """Two steps and its own prefill, which is one step here: at most three, of which one has begun before it came."""
-    result = await demonstrate(slow_line.url, flex_tokens=40)
+    result = await demonstrate(slow_line.url, flex_tokens=80)
     assert result.slots == SLOTS == 64
     assert result.preemptions == 1
     assert result.texts_equal == 64
@@ -185,28 +341,33 @@ async def test_equal_priority_never_preempts(slow_line: Line) -> None:
     assert await slow_line.metric(REQUESTS, outcome="finished") == SLOTS + 8
 
 
-async def test_more_urgent_classes_leave_the_queue_first(slow_line: Line) -> None:
+async def test_more_urgent_classes_leave_the_queue_first(slow_line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     """All slots are held by urgent work, so that nothing is preempted and the order is the queue's alone."""
-    order: list[str] = []
+    left: list[str] = []
+    add = ReplicaLink.add
+
+    def watched(link: ReplicaLink, request: Request, attempt: int) -> int:
+        left.append(request.priority_class)
+        return add(link, request, attempt)
+
+    monkeypatch.setattr(ReplicaLink, "add", watched)
 
     async def one(tier: str, max_tokens: int) -> None:
         async with stream(slow_line.client, max_tokens=max_tokens, service_tier=tier) as events:
-            first = True
             async for _ in events:
-                if first:
-                    order.append(tier)
-                    first = False
+                pass
 
-    fillers = [asyncio.create_task(one("priority", 40)) for _ in range(SLOTS)]
+    fillers = [asyncio.create_task(one("priority", 900)) for _ in range(SLOTS)]
     await until(lambda: slow_line.metric(IN_FLIGHT), lambda n: n == SLOTS)
     waiting = []
     for turn, tier in enumerate(("flex", "default", "priority"), start=1):
         waiting += [asyncio.create_task(one(tier, 2)) for _ in range(4)]
         await until(lambda: slow_line.metric(QUEUED), float(4 * turn).__eq__)
-    await asyncio.gather(*fillers, *waiting)
-    late = order[SLOTS:]
-    assert late.index("priority") < late.index("default") < late.index("flex")
-    assert late[:4] == ["priority"] * 4
+    for filler in fillers:
+        filler.cancel()
+    await asyncio.gather(*waiting)
+    await asyncio.gather(*fillers, return_exceptions=True)
+    assert left[SLOTS:] == ["interactive"] * 4 + ["standard"] * 4 + ["batch"] * 4
 
 
 # --- clients that leave ---

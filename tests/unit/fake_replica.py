@@ -1,7 +1,9 @@
 """A replica for the router's tests: an engine of arithmetic behind a link that the test holds in its hands.
 
 Token k of a request is a function of (request id, k) alone, so whatever a client got in however many attempts can be
-checked against `expected_ids`. Nothing happens by itself: `step` runs the engine, `deliver` hands its frames over.
+checked against `expected_ids`. Their text is each token's number, or with a `codec` what the real text stage makes of
+them, stop strings and end tokens included. Nothing happens by itself: `step` runs the engine, `deliver` hands its frames
+over.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from cluster.config import DEFAULT_CLASSES, RouterConfig
+from cluster.engine.text import TextCodec, TextStage
 from cluster.messages import StepFrame
 from cluster.ports import ReplicaListener
 from cluster.types import (
@@ -24,6 +28,7 @@ from cluster.types import (
     Generation,
     Outcome,
     Preempted,
+    PreemptionMeans,
     PriorityLoad,
     Refusal,
     RefusalReason,
@@ -34,10 +39,12 @@ from cluster.types import (
     RequestId,
     Sampling,
     TokenDelta,
+    TokenLogprob,
 )
 from router.core import RouterCore
+from router.journal import Scores
 from router.metrics_sink import RouterMetrics
-from router.stream import Batch, Stream
+from router.stream import Batch, Buffer, Stream
 
 FIRST_ID, FIRST_GENERATION = ReplicaId("r1"), Generation(1, "a")
 
@@ -58,23 +65,74 @@ def expected_text(request: Request) -> str:
     return "".join(piece(t) for t in expected_ids(request))
 
 
+def score(token: int, position: int, top: int) -> TokenLogprob:
+    """A logprob made of nothing but the token, its position and how many others are reported."""
+    others = tuple(((token + j) % 1000, -(j + 1) / 4) for j in range(top))
+    return TokenLogprob(-((token * 7 + position) % 64) / 8 - 0.125, others)
+
+
 @dataclass
 class Held:
-    """An attempt that the engine has. `made` counts output tokens from 0, those of earlier attempts too."""
+    """An attempt that the engine has. `ids` are all output tokens, those of earlier attempts too.
+
+    `keeps`: it is paused, and its blocks are still its own.
+    """
 
     request: Request
     attempt: int
-    made: int
+    text: TextStage | None
+    end_ids: frozenset[int] = frozenset()
     running: bool = False
+    keeps: bool = False
+    ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        for token in self.request.emitted_ids:
+            self.make(token)
+
+    @property
+    def made(self) -> int:
+        return len(self.ids)
 
     @property
     def blocks(self) -> int:
         return -(-(len(self.request.prompt_ids) + self.made) // 16)
 
+    def make(self, token: int) -> None:
+        sampling = self.request.sampling
+        self.ids.append(token)
+        if self.text is None:
+            self.pieces.append(piece(token))
+        elif token in self.end_ids and not sampling.ignore_eos:
+            self.pieces.append(self.text.finish())
+            self.finish = FinishReason.STOP
+        else:
+            said = self.text.push(token)
+            if self.made == sampling.max_tokens and not self.text.stopped:
+                said += self.text.finish()
+            self.pieces.append(said)
+            self.finish = FinishReason.STOP if self.text.stopped else None
+        self.end_at_length()
+
+    def end_at_length(self) -> None:
+        if self.finish is None and self.made >= self.request.sampling.max_tokens:
+            self.finish = FinishReason.LENGTH
+
     def delta(self, index: int) -> TokenDelta:
-        ids = tuple(token_id(self.request.request_id, k) for k in range(index, self.made))
-        finish = FinishReason.LENGTH if self.made == self.request.sampling.max_tokens else None
-        return TokenDelta(self.request.request_id, 0, self.attempt, index, ids, tuple(map(piece, ids)), finish)
+        request, sampling = self.request, self.request.sampling
+        logprobs: tuple[TokenLogprob, ...] = ()
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = tuple(score(self.ids[k], k, sampling.logprobs) for k in range(index, self.made))
+        if sampling.prompt_logprobs is not None and index == len(request.emitted_ids):
+            ids = enumerate(request.prompt_ids[1:], start=1)
+            prompt_logprobs = tuple(score(token, k, sampling.prompt_logprobs) for k, token in ids)
+        return TokenDelta(
+            request.request_id, self.attempt, index, tuple(self.ids[index:]), tuple(self.pieces[index:]), self.finish,
+            logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        )  # fmt: skip
 
 
 @dataclass
@@ -90,6 +148,10 @@ class FakeReplica:
     state: ReplicaState = ReplicaState.READY
     step_age_s: float | None = None
     refuse_with: RefusalReason | None = None
+    means: PreemptionMeans = PreemptionMeans.RECOMPUTE
+    codec: TextCodec | None = None
+    end_ids: frozenset[int] = frozenset()
+    script: Callable[[Request, int], int] = field(default=lambda request, k: token_id(request.request_id, k))
     held: dict[RequestId, Held] = field(default_factory=dict)
     done: dict[RequestId, Held] = field(default_factory=dict)
     frames: list[StepFrame] = field(default_factory=list)
@@ -110,7 +172,9 @@ class FakeReplica:
         if self.refuse_with is not None:
             self._refusals.append(Refusal(request.request_id, attempt, self.refuse_with))
         else:
-            self.held[request.request_id] = Held(request, attempt, len(request.emitted_ids))
+            sampling = request.sampling
+            text = self.codec.stage(sampling.stop, sampling.min_tokens) if self.codec is not None else None
+            self.held[request.request_id] = Held(request, attempt, text, self.end_ids)
         self.work.set()
         return self.sequence
 
@@ -120,7 +184,7 @@ class FakeReplica:
             del self.held[request_id]
         self.work.set()
 
-    def resend_from(self, request_id: RequestId, attempt: int, choice: int, index: int) -> None:
+    def resend_from(self, request_id: RequestId, attempt: int, index: int) -> None:
         self.resends.append((request_id, attempt, index))
         known = self.held.get(request_id) or self.done.get(request_id)
         if known is None or known.attempt != attempt:
@@ -158,10 +222,14 @@ class FakeReplica:
         preempted = [self._preempt(h, chosen) for h in order[self.slots :] if h.running]
         deltas = list(self._answers)
         for held in chosen:
-            held.running = True
-            index, held.made = held.made, min(held.made + self.tokens_per_step, held.request.sampling.max_tokens)
+            held.running, held.keeps = True, False
+            index = held.made
+            held.end_at_length()
+            for _ in range(self.tokens_per_step):
+                if held.finish is None:
+                    held.make(self.script(held.request, held.made))
             deltas.append(held.delta(index))
-            if held.made == held.request.sampling.max_tokens:
+            if held.finish is not None:
                 self.done[held.request.request_id] = self.held.pop(held.request.request_id)
         self.frames.append(StepFrame(self.report(), tuple(deltas), tuple(self._refusals), tuple(preempted)))
         self._answers.clear()
@@ -203,7 +271,7 @@ class FakeReplica:
             load=EngineLoad(
                 slots_total=self.slots,
                 blocks_total=self.blocks,
-                blocks_free=self.blocks - sum(h.blocks for h in self.held.values() if h.running),
+                blocks_free=self.blocks - sum(h.blocks for h in self.held.values() if h.running or h.keeps),
                 block_size_tokens=16,
                 running=self._loads(running=True),
                 waiting=self._loads(running=False),
@@ -215,14 +283,16 @@ class FakeReplica:
 
     def _preempt(self, held: Held, chosen: list[Held]) -> Preempted:
         held.running = False
+        held.keeps = self.means is PreemptionMeans.PAUSE
         self.preemptions += 1
         newest = next(h.request.request_id for h in chosen if not h.running)
-        return Preempted(held.request.request_id, held.attempt, newest, held.blocks, held.made)
+        freed, again = (0, 0) if held.keeps else (held.blocks, held.made)
+        return Preempted(held.request.request_id, held.attempt, newest, freed, again, self.means)
 
     def _loads(self, *, running: bool) -> tuple[PriorityLoad, ...]:
         chosen = sorted((h for h in self.held.values() if h.running is running), key=lambda h: h.request.priority)
         grouped = [(p, list(g)) for p, g in groupby(chosen, key=lambda h: h.request.priority)]
-        return tuple(PriorityLoad(p, len(g), sum(h.blocks for h in g) if running else 0) for p, g in grouped)
+        return tuple(PriorityLoad(p, len(g), sum(h.blocks for h in g if running or h.keeps)) for p, g in grouped)
 
 
 class ManualClock:
@@ -251,11 +321,21 @@ class Bench:
         self.core = RouterCore(self.config, self.clock, random.Random(1), RouterMetrics(self.registry))
         self.streams: dict[RequestId, Stream] = {}
         self.texts: dict[RequestId, str] = {}
+        self.scores: dict[RequestId, list[Scores]] = {}
 
     def replica(self, name: str = "r1", **settings: Any) -> FakeReplica:
         return FakeReplica(self.core, ReplicaId(name), **settings).connect()
 
-    def submit(self, name: str, priority_class: str = "standard", *, tokens: int = 4, prompt: int = 8) -> Request:
+    def submit(
+        self,
+        name: str,
+        priority_class: str = "standard",
+        *,
+        tokens: int = 4,
+        prompt: int = 8,
+        stated: int | None = None,
+        **sampling: Any,
+    ) -> Request:
         """Submit a request; its arrival is stamped now, and the clock moves on by a millisecond."""
         priority = next(c.priority for c in DEFAULT_CLASSES if c.name == priority_class)
         request = Request(
@@ -265,19 +345,21 @@ class Bench:
             priority_class=priority_class,
             arrived_unix_s=self.clock.unix(),
             prompt_ids=tuple(range(1, prompt + 1)),
-            sampling=Sampling(max_tokens=tokens, seed=0),
+            sampling=Sampling(max_tokens=tokens, seed=0, **sampling),
+            stated_output_tokens=stated,
         )
         self.clock.advance(0.001)
-        self.streams[request.request_id] = stream = Stream(self.config.max_stream_bytes)
-        self.core.submit(request, stream)
+        self.streams[request.request_id] = stream = Stream(Buffer(self.config.max_stream_bytes))
+        self.core.submit(((request, stream),))
         return request
 
     def text(self, request: Request) -> str:
-        """All text so far."""
-        stream = self.streams[request.request_id]
-        batch = take_now(stream)
-        self.texts[request.request_id] = self.texts.get(request.request_id, "") + (batch.text if batch else "")
-        return self.texts[request.request_id]
+        """All text so far; what came with it is added to `scores`."""
+        request_id = request.request_id
+        batch = take_now(self.streams[request_id])
+        self.texts[request_id] = self.texts.get(request_id, "") + (batch.text if batch else "")
+        self.scores.setdefault(request_id, []).extend(batch.scores if batch else ())
+        return self.texts[request_id]
 
     def outcome(self, request: Request) -> Outcome | None:
         ending = self.streams[request.request_id].ending
@@ -289,11 +371,4 @@ class Bench:
 
 def take_now(stream: Stream) -> Batch | None:
     """What a consumer that is never late would have taken; None where it would wait."""
-    if not stream.held_bytes and stream.ending is None:
-        return None
-    try:
-        stream.take().send(None)
-    except StopIteration as stop:
-        batch: Batch = stop.value
-        return batch
-    raise AssertionError("take waited although there was something")
+    return stream.drain() if stream.waits else None

@@ -5,15 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.runner import EngineRunner
-from cluster.ports import EnginePort, Row, StepResult
-from cluster.types import FinishReason, RefusalReason, RequestId
+from cluster.engine.runner import CALLS_MAX, EngineBusyError, EngineRunner, EngineStoppedError
+from cluster.ports import EnginePort, Row, RowOutput, StepResult
+from cluster.types import EngineState, FinishReason, RefusalReason, RequestId
 from tests.conformance.arithmetic_backend import ArithmeticBackend
 from tests.conformance.engine_kit import (
     EOS,
@@ -25,6 +27,8 @@ from tests.conformance.engine_kit import (
     undisturbed,
     vocab_size,
 )
+
+T = TypeVar("T")
 
 PATIENCE_S = 20.0
 """How long a test waits for an event that comes at once unless something is broken."""
@@ -38,14 +42,17 @@ class GatedBackend(ArithmeticBackend):
         self.gate = threading.Event()
         self.gate.set()
         self.begun = threading.Semaphore(0)
+        self.tickets: threading.Semaphore | None = None
+        """If set, each batch takes one."""
         self.error: Exception | None = None
 
-    def run(self, rows: Sequence[Row]) -> list[int]:
+    def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> list[RowOutput]:
         self.begun.release()
         assert self.gate.wait(PATIENCE_S)
+        assert self.tickets is None or self.tickets.acquire(timeout=PATIENCE_S)
         if self.error is not None:
             raise self.error
-        return super().run(rows)
+        return super().run(rows, padding_tokens)
 
 
 @dataclass
@@ -294,3 +301,152 @@ def test_a_callback_that_raises_ends_the_engine_and_is_told() -> None:
     runner.stop()
     with pytest.raises(RuntimeError, match="once"):
         runner.start(fail, deaths.put)
+
+
+# --- moves, from other threads ---
+
+
+def test_a_request_moves_between_two_engines_that_run_and_nothing_is_lost_doubled_or_run_again(
+    stands: Callable[..., Stand],
+) -> None:
+    source, target = stands(config(blocks=64)), stands(config(blocks=64))
+    tickets = source.backend.tickets = threading.Semaphore(3)
+    r = request("r", prompt=30, max_tokens=90, temperature=0.8, seed=4, logprobs=1)
+    source.runner.add(r, 0)
+    there = target.runner.moves
+    here = source.runner.moves
+    assert there.import_begin(r.request_id, 1, here.kv_format, 2).result(PATIENCE_S) is None
+
+    def ask(future: Future[T]) -> T:
+        """The answer, which comes when the step that runs is over; the next one begins and waits."""
+        tickets.release()
+        return future.result(PATIENCE_S)
+
+    sent = 0
+    while sent < 9:
+        full = ask(here.exportable_blocks(r.request_id, 0))
+        if full > sent:
+            data = ask(here.export_blocks(r.request_id, 0, sent, full - sent))
+            assert there.import_blocks(r.request_id, 1, sent, data).result(PATIENCE_S) is None
+            sent = full
+    frozen = here.freeze(r.request_id, 0)
+    rest = ask(here.export_rest(r.request_id, 0, sent))
+    state = frozen.result(0)
+    assert state is not None
+    sending = there.import_blocks(r.request_id, 1, sent, rest)
+    assert there.import_commit(state, 1).result(PATIENCE_S) is None
+    assert sending.result(0) is None
+    assert here.release(r.request_id, 0).result(PATIENCE_S)
+    source.listener.until(lambda result: result.load.blocks_free == 64)
+    told = source.listener.outputs["r"]
+    assert tuple(told.token_ids) == state.request.emitted_ids, "what it had put out was told before"
+    assert told.ends == 0
+    target.listener.outputs["r"] = told
+    target.listener.until(lambda _: told.ends == 1)
+    expected = undisturbed(r, max_model_len=128)
+    assert (told.token_ids, told.text, told.finish) == (expected.token_ids, expected.text, expected.finish)
+    assert target.runner.progress().load.prefill_tokens_total == 0
+    assert source.runner._attempts == target.runner._attempts == {}
+
+
+def test_an_imported_attempt_can_be_aborted_like_any_other(stands: Callable[..., Stand]) -> None:
+    stand = stands(config(blocks=64))
+    r = request("r", max_tokens=100)
+    moves = stand.runner.moves
+    assert moves.import_begin(r.request_id, 1, "arithmetic", 2).result(PATIENCE_S) is None
+    stand.runner.abort(r.request_id, 1)
+    result = stand.listener.until(lambda result: result.load.blocks_free == 64)
+    assert result.deltas == ()
+    assert moves.import_begin(r.request_id, 1, "arithmetic", 2).result(PATIENCE_S) is None
+    stand.backend.gate.clear()
+    state = EngineState(request=r, computed_tokens=0, kv_format="arithmetic")
+    assert moves.import_commit(state, 1).result(PATIENCE_S) is None
+    stand.wait_for_batch()
+    stand.runner.abort(r.request_id, 1)
+    stand.backend.gate.set()
+    stand.listener.until(lambda result: idle(result) and result.load.blocks_free == 64)
+    assert stand.listener.outputs["r"].finish is FinishReason.ABORT
+
+
+def test_calls_wait_for_the_step_in_order_and_too_many_are_refused(stands: Callable[..., Stand]) -> None:
+    stand = stands(config(blocks=64))
+    stand.backend.gate.clear()
+    stand.runner.add(request("r", max_tokens=3), 0)
+    stand.wait_for_batch()
+    moves = stand.runner.moves
+    calls = [moves.exportable_blocks(RequestId("r"), 0) for _ in range(CALLS_MAX - 1)]
+    frozen = moves.freeze(RequestId("r"), 0)
+    with pytest.raises(EngineBusyError):
+        moves.thaw(RequestId("r"), 0).result(0)
+    assert not frozen.done()
+    cancelled = calls[0].cancel()
+    stand.backend.gate.set()
+    state = frozen.result(PATIENCE_S)
+    assert cancelled
+    assert [call.result(PATIENCE_S) for call in calls[1:]] == [1] * (CALLS_MAX - 2)
+    assert state is not None
+    assert len(state.request.emitted_ids) == 1
+    assert moves.thaw(RequestId("r"), 0).result(PATIENCE_S)
+    stand.listener.until(lambda _: stand.listener.outputs["r"].ends == 1)
+
+
+def test_what_a_call_raises_is_its_askers_and_the_engine_goes_on(stands: Callable[..., Stand]) -> None:
+    stand = stands(config(blocks=64))
+    with pytest.raises(LookupError):
+        stand.runner.moves.export_blocks(RequestId("unknown"), 0, 0, 1).result(PATIENCE_S)
+    stand.runner.add(request("a"), 0)
+    stand.listener.until(lambda _: "a" in stand.listener.outputs and stand.listener.outputs["a"].ends == 1)
+
+
+def test_when_the_engine_dies_or_stops_every_call_fails_rather_than_waits(stands: Callable[..., Stand]) -> None:
+    stand = stands(config(slots=1))
+    stand.backend.gate.clear()
+    stand.backend.error = RuntimeError("device lost")
+    for n in range(5):
+        stand.runner.add(request(f"r{n}", arrived=float(n)), 0)
+    stand.wait_for_batch()
+    stand.backend.gate.set()
+    stand.listener.deaths.get(timeout=PATIENCE_S)
+    with pytest.raises(EngineStoppedError):
+        stand.runner.moves.freeze(RequestId("r0"), 0).result(PATIENCE_S)
+    other = stands(config())
+    other.backend.gate.clear()
+    other.runner.add(request("a", max_tokens=50), 0)
+    other.wait_for_batch()
+    waiting = other.runner.moves.freeze(RequestId("a"), 0)
+    stopper = threading.Thread(target=other.runner.stop)
+    with other.runner._changed:  # the call is in the inbox when the thread is told to stop
+        stopper.start()
+    while not other.runner._stopping:
+        threading.Event().wait(0.001)
+    other.backend.gate.set()
+    stopper.join(PATIENCE_S)
+    with pytest.raises(EngineStoppedError, match="stopped"):
+        waiting.result(PATIENCE_S)
+
+
+def test_a_runner_that_never_started_fails_its_calls_when_it_is_stopped() -> None:
+    settings = config()
+    runner = EngineRunner(Engine(settings, GatedBackend(settings), byte_level_codec(), (EOS,)), HandClock())
+    waiting = runner.moves.freeze(RequestId("a"), 0)
+    runner.stop()
+    with pytest.raises(EngineStoppedError):
+        waiting.result(0)
+
+
+def test_an_engine_whose_work_waits_for_a_frozen_request_does_not_spin(stands: Callable[..., Stand]) -> None:
+    stand = stands(config(blocks=32))
+    stand.backend.gate.clear()
+    stand.runner.add(request("a", prompt=60, max_tokens=60), 0)
+    stand.wait_for_batch()
+    frozen = stand.runner.moves.freeze(RequestId("a"), 0)
+    stand.backend.gate.set()
+    assert frozen.result(PATIENCE_S) is not None
+    large = request("large", prompt=100, max_tokens=4)
+    stand.runner.add(large, 0)
+    stand.listener.until(lambda result: result.load.adds_total == 2)
+    with pytest.raises(queue.Empty):
+        stand.listener.results.get(timeout=0.1)
+    assert stand.runner.moves.release(RequestId("a"), 0).result(PATIENCE_S)
+    stand.listener.until(lambda _: stand.listener.outputs.get("large", Output()).ends == 1)
+    assert stand.listener.outputs["large"].token_ids == undisturbed(large, max_model_len=128).token_ids

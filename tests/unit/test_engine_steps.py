@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from cluster.config import EngineConfig
-from cluster.engine.engine import FAILURES_IN_A_ROW_MAX, Engine, EngineBrokenError
+from cluster.engine.engine import Engine
 from cluster.engine.kv_cache import IntegrityError
-from cluster.ports import Row
 from cluster.types import FinishReason, PriorityLoad, RefusalReason, Request, RequestId
-from tests.conformance.arithmetic_backend import ArithmeticBackend
 from tests.conformance.engine_kit import (
     EOS,
     Output,
     backend_for,
-    byte_level_codec,
     byte_level_tokenizer,
     collect,
     config,
@@ -24,6 +19,7 @@ from tests.conformance.engine_kit import (
     engine,
     gather,
     request,
+    same,
     undisturbed,
     vocab_size,
 )
@@ -33,15 +29,6 @@ def run_alone(r: Request, settings: EngineConfig) -> Output:
     target = engine(settings)
     target.add(r, 0)
     return collect(target, first={r.request_id: len(r.emitted_ids)})[r.request_id]
-
-
-def same(got: Output, expected: Output) -> bool:
-    return (got.token_ids, got.text, got.finish, got.ends) == (
-        expected.token_ids,
-        expected.text,
-        expected.finish,
-        expected.ends,
-    )
 
 
 # --- how a request ends ---
@@ -250,7 +237,7 @@ def test_when_all_are_aborted_at_once_the_next_result_says_idle_without_new_traf
     assert sum(o.ends for o in outputs.values()) == 100
 
 
-def test_load_counts_blocks_held_by_running_and_blocks_wanted_by_waiting_work() -> None:
+def test_load_counts_the_blocks_that_work_holds_and_waiting_work_holds_none_until_it_is_paused() -> None:
     target = engine(config(slots=2, step_token_budget=16, block_size_tokens=4, blocks=64))
     target.add(request("a", prompt=7, priority=5, max_tokens=9), 0)  # 7 tokens and one more: 2 blocks
     target.add(request("b", prompt=8, priority=5, arrived=1.0, max_tokens=9), 0)  # 3 blocks
@@ -258,105 +245,21 @@ def test_load_counts_blocks_held_by_running_and_blocks_wanted_by_waiting_work() 
     target.add(request("d", prompt=40, priority=-3, arrived=3.0), 0)  # 11 blocks
     load = target.step().load
     assert load.running == (PriorityLoad(5, 2, 5),)
-    assert load.waiting == (PriorityLoad(0, 1, 1), PriorityLoad(-3, 1, 11))
+    assert load.waiting == (PriorityLoad(0, 1, 0), PriorityLoad(-3, 1, 0))
     assert (load.blocks_total, load.blocks_free, load.slots_total, load.block_size_tokens) == (64, 59, 2, 4)
     assert (load.steps_total, load.tokens_total, load.adds_total) == (1, 2, 4)
 
 
-# --- a backend that fails ---
-
-
-class Fragile(ArithmeticBackend):
-    """Fails on every batch that has a row with the token `poison`, after it has written half of it."""
-
-    poison = vocab_size() - 1
-    failures = 0
-
-    def run(self, rows: Sequence[Row]) -> list[int]:
-        if any(self.poison in row.token_ids for row in rows):
-            self.failures += 1
-            super().run(rows[: len(rows) // 2])
-            raise RuntimeError("out of range")
-        return super().run(rows)
-
-
-def fragile(settings: EngineConfig) -> tuple[Engine, Fragile]:
-    backend = Fragile(settings.blocks, settings.block_size_tokens, vocab_size())
-    return Engine(settings, backend, byte_level_codec(), (EOS,)), backend
-
-
-def test_a_failing_batch_ends_its_own_requests_with_an_error_and_the_others_go_on() -> None:
-    settings = config(slots=2)
-    target, backend = fragile(settings)
-    outputs: dict[str, Output] = {}
-    target.add(request("poison", prompt=(1, 2, Fragile.poison)), 0)
-    target.add(request("bystander", arrived=1.0), 0)
-    waiting = request("waiting", arrived=2.0)
-    target.add(waiting, 0)
-    result = target.step()
-    gather(result, outputs)
-    target.check_integrity()
-    assert {n: o.finish for n, o in outputs.items()} == dict.fromkeys(("poison", "bystander"), FinishReason.ERROR)
-    assert all("RuntimeError" in d.error for d in result.deltas)
-    assert result.load.blocks_free == settings.blocks
-    collect(target, outputs)
-    assert same(outputs["waiting"], undisturbed(waiting, max_model_len=settings.max_model_len))
-    assert backend.failures == 1
-
-
-def test_a_backend_that_fails_again_and_again_breaks_the_engine_and_nothing_is_said_of_its_last_batch() -> None:
-    target, _ = fragile(config(slots=1))
-    for n in range(FAILURES_IN_A_ROW_MAX):
-        target.add(request(f"p{n}", prompt=(Fragile.poison,), arrived=float(n)), 0)
-    for _ in range(FAILURES_IN_A_ROW_MAX - 1):
-        assert [d.finish for d in target.step().deltas] == [FinishReason.ERROR]
-    with pytest.raises(EngineBrokenError):
-        target.step()
-
-
-def test_failures_with_a_good_step_between_do_not_break_the_engine() -> None:
-    target, backend = fragile(config(slots=1))
-    for n in range(2 * FAILURES_IN_A_ROW_MAX):
-        target.add(request(f"r{n}", prompt=(Fragile.poison,) if n % 2 else 3, arrived=float(n), max_tokens=2), 0)
-    outputs = collect(target)
-    assert backend.failures == FAILURES_IN_A_ROW_MAX
-    assert [outputs[f"r{n}"].finish for n in range(4)] == [FinishReason.LENGTH, FinishReason.ERROR] * 2
-
-
-def test_a_backend_that_draws_too_few_tokens_has_failed() -> None:
-    class Silent(ArithmeticBackend):
-        def run(self, rows: Sequence[Row]) -> list[int]:
-            return super().run(rows)[1:]
-
-    settings = config()
-    target = Engine(settings, Silent(settings.blocks, settings.block_size_tokens, vocab_size()), byte_level_codec(), ())
-    target.add(request("r"), 0)
-    assert collect(target)["r"].finish is FinishReason.ERROR
-
-
-def test_a_request_whose_next_token_cannot_be_drawn_ends_alone_with_an_error() -> None:
-    class Overflowing:
-        """Computes no numbers after the seventh token of a request that is drawn by chance."""
-
-        def __init__(self, inner: ArithmeticBackend) -> None:
-            self.inner = inner
-            self.vocab_size = inner.vocab_size
-
-        def run(self, rows: Sequence[Row]) -> list[int | None]:
-            after = [(row.start, row.sample.temperature) for row in rows if row.sample is not None]
-            drawn = self.inner.run(rows)
-            return [None if place == (6, 1.0) else token_id for place, token_id in zip(after, drawn, strict=True)]
-
-    settings = config()
-    target = Engine(settings, Overflowing(backend_for(settings)), byte_level_codec(), (EOS,))
-    bystander = request("bystander")
-    target.add(request("overflows", temperature=1.0), 0)
-    target.add(bystander, 0)
-    outputs = collect(target)
-    assert (outputs["overflows"].finish, len(outputs["overflows"].token_ids)) == (FinishReason.ERROR, 2)
-    assert same(outputs["bystander"], undisturbed(bystander, max_model_len=settings.max_model_len))
-    load = target.load()
-    assert (load.blocks_free, load.tokens_total) == (settings.blocks, 2 + len(outputs["bystander"].token_ids))
+def test_padding_is_counted_and_ends_with_the_batch_that_it_filled() -> None:
+    """Static: two of three rows end with their first token, the third takes two steps more; then one runs alone."""
+    settings = config(mode="static", slots=3)
+    backend = backend_for(settings)
+    target = engine(settings, backend)
+    for n, max_tokens in enumerate((1, 1, 3, 4)):
+        target.add(request(f"r{n}", prompt=4, max_tokens=max_tokens, arrived=float(n)), 0)
+    collect(target)
+    assert target.load().padding_tokens_total == backend.padding_tokens == 2 * 2
+    assert target.load().steps_total == 3 + 4
 
 
 # --- the books ---
@@ -372,23 +275,23 @@ def test_damaged_books_are_noticed() -> None:
         return target
 
     target = busy()
-    target._running.items[0].blocks += 1
+    target._book.running.items[0].blocks += 1
     with pytest.raises(IntegrityError):
         target.check_integrity()
     target = busy()
-    target._waiting.items.reverse()
+    target._book.waiting.items.reverse()
     with pytest.raises(IntegrityError):
         target.check_integrity()
     target = busy()
-    target._waiting.items.pop()
+    target._book.waiting.items.pop()
     with pytest.raises(IntegrityError):
         target.check_integrity()
     target = busy()
-    target._running.grow(target._running.items[0], 1)
+    target._book.running.grow(target._book.running.items[0], 1)
     with pytest.raises(IntegrityError):
         target.check_integrity()
     target = busy()
-    target._running.items[0].tokens += 1
+    target._book.running.items[0].tokens += 1
     with pytest.raises(IntegrityError):
         target.check_integrity()
 

@@ -1,6 +1,8 @@
-"""The block pool conserves its blocks, and notices when it does not."""
+"""The block pool conserves its blocks, finds the prefixes that are in them, and notices when its books are wrong."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -48,21 +50,158 @@ def test_freeing_twice_raises() -> None:
     assert p.blocks_free == 8
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 5)), max_size=60))
-@settings(deadline=None)
-def test_pool_is_conserved_under_any_sequence_of_calls(calls: list[tuple[str, int]]) -> None:
+# --- prefixes ---
+
+
+def registered(p: BlockPool[str], key: str, name: str) -> None:
+    """All blocks of `key` hold the prefix `name`."""
+    for index, block in enumerate(p.table(key)):
+        p.register(block, f"{name}{index}".encode())
+
+
+def found(p: BlockPool[str], name: str) -> list[int]:
+    blocks: list[int] = []
+    while (block := p.find(f"{name}{len(blocks)}".encode())) is not None:
+        blocks.append(block)
+    return blocks
+
+
+def test_a_prefix_is_found_while_it_is_held_and_after_and_counts_as_free_then() -> None:
     p = pool()
-    held: dict[str, int] = {}
-    for key, blocks in calls:
-        if blocks == 0:
-            if key in held:
-                assert p.free(key) == held.pop(key)
-        elif p.can_allocate(blocks):
-            p.allocate(key, blocks)
-            held[key] = held.get(key, 0) + blocks
-        assert p.blocks_free == 8 - sum(held.values())
-        assert {k: len(p.table(k)) for k in held} == held
-        p.check_integrity({k: 4 * n for k, n in held.items()})
+    p.allocate("a", 3)
+    table = p.table("a")
+    assert found(p, "x") == []
+    registered(p, "a", "x")
+    assert found(p, "x") == list(table)
+    assert (p.blocks_free, p.blocks_cached, p.unheld(table)) == (5, 0, 0)
+    assert p.free("a") == 3
+    assert found(p, "x") == list(table)
+    assert (p.blocks_free, p.blocks_cached, p.unheld(table)) == (8, 3, 3)
+    p.share("b", found(p, "x")[:2])
+    assert (p.blocks_free, p.blocks_cached) == (6, 1)
+    p.check_integrity({"b": 8})
+
+
+def test_a_shared_block_becomes_free_with_its_last_holder_only() -> None:
+    p = pool()
+    p.allocate("a", 3)
+    p.share("b", p.table("a")[:2])
+    p.allocate("b", 1)
+    assert p.released("a", []) == p.released("b", []) == 1
+    assert p.released("a", ["b"]) == 3
+    assert p.free("a") == 1
+    assert p.blocks_free == 8 - 3
+    assert p.free("b") == 3
+    assert p.blocks_free == 8
+
+
+def test_what_is_forgotten_is_found_no_more_and_who_shares_it_keeps_it() -> None:
+    p = pool()
+    p.allocate("a", 3)
+    registered(p, "a", "xyz")
+    p.share("b", p.table("a")[:2])
+    p.forget("a")
+    assert found(p, "xyz") == []
+    assert len(p.table("b")) == 2
+    p.free("a")
+    p.free("b")
+    assert (p.blocks_free, p.blocks_cached) == (8, 0)
+    p.check_integrity({})
+
+
+def test_what_others_count_on_is_not_to_be_written() -> None:
+    p = pool()
+    p.allocate("a", 3)
+    first, second, third = p.table("a")
+    p.share("b", [first])
+    p.register(second, b"x")
+    assert [p.may_write(block) for block in (first, second, third)] == [False, False, True]
+    p.free("b")
+    assert p.may_write(first)
+
+
+def test_an_allocation_takes_plain_free_blocks_first_then_the_prefix_unused_longest_its_later_blocks_first() -> None:
+    p = pool(8)
+    p.allocate("old", 2)
+    p.allocate("new", 3)
+    registered(p, "old", "o")
+    registered(p, "new", "n")
+    old, new = p.table("old"), p.table("new")
+    p.free("old")
+    p.free("new")
+    p.allocate("a", 3)
+    assert (len(found(p, "o")), len(found(p, "n"))) == (2, 3), "the plain ones were enough"
+    p.allocate("a", 1)
+    assert found(p, "o") == [old[0]]
+    p.share("b", [old[0]])
+    p.free("b")  # it has been used since: it goes last
+    p.allocate("a", 1)
+    assert found(p, "n") == list(new[:2])
+    p.allocate("a", 2)
+    assert (found(p, "n"), found(p, "o")) == ([], [old[0]])
+    p.check_integrity({"a": 28})
+
+
+def test_the_same_prefix_computed_twice_is_registered_once() -> None:
+    p = pool()
+    p.allocate("a", 1)
+    p.allocate("b", 1)
+    registered(p, "a", "x")
+    registered(p, "b", "x")
+    assert found(p, "x") == list(p.table("a"))
+    p.free("b")
+    assert (p.blocks_free, p.blocks_cached) == (7, 0)
+    p.check_integrity({"a": 4})
+
+
+def test_a_free_block_is_neither_shared_nor_registered() -> None:
+    p = pool()
+    with pytest.raises(IntegrityError):
+        p.share("a", [0])
+    with pytest.raises(IntegrityError):
+        p.register(0, b"x")
+    p.allocate("a", 1)
+    p.register(p.table("a")[0], b"x")
+    with pytest.raises(IntegrityError):
+        p.register(p.table("a")[0], b"y")
+
+
+Call = tuple[str, str, int]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("take", "give", "share", "register")), st.sampled_from("abcdef"), st.integers(1, 5)),
+        max_size=80,
+    )
+)
+@settings(deadline=None)
+def test_pool_is_conserved_under_any_sequence_of_calls(calls: list[Call]) -> None:
+    """Against a model: a list of blocks per key, and all that has ever been registered."""
+    p = pool()
+    held: dict[str, list[int]] = {}
+    for n, (what, key, count) in enumerate(calls):
+        if what == "take" and p.can_allocate(count):
+            p.allocate(key, count)
+            held[key] = [*held.get(key, []), *p.table(key)[-count:]]
+        elif what == "give" and key in held:
+            mine = held.pop(key)
+            others = {block for table in held.values() for block in table}
+            assert p.released(key, []) == p.free(key) == len(set(mine) - others)
+        elif what == "share" and key not in held:
+            lender = max(held, key=lambda k: (len(held[k]), k), default=None)
+            if lender is not None:
+                p.share(key, held[lender][:count])
+                held[key] = held[lender][:count]
+        elif what == "register" and key in held and p.may_write(held[key][-1]):
+            p.register(held[key][-1], f"{n}".encode())
+        used = {block for table in held.values() for block in table}
+        assert p.blocks_free == 8 - len(used)
+        assert {k: list(p.table(k)) for k in held} == held
+        p.check_integrity({k: 4 * len(table) for k, table in held.items()})
+
+
+# --- damage ---
 
 
 def _shared(p: BlockPool[str]) -> None:
@@ -86,13 +225,50 @@ def _short(p: BlockPool[str]) -> None:
     p._tables["b"] = p.table("b")[1:]
 
 
-@pytest.mark.parametrize("damage", [_shared, _lost, _freed_and_used, _ownerless, _short])
-def test_every_kind_of_damage_is_noticed(damage: object) -> None:
+def _counted_wrong(p: BlockPool[str]) -> None:
+    p._refs[p.table("a")[0]] = 2
+
+
+def _registered_and_plain_free(p: BlockPool[str]) -> None:
+    p._hashes[p._free[0]] = b"z"
+    p._by_hash[b"z"] = p._free[0]
+
+
+def _found_elsewhere(p: BlockPool[str]) -> None:
+    p._by_hash[b"x"] = p.table("b")[0]
+
+
+def _cached_without_a_hash(p: BlockPool[str]) -> None:
+    p._cached[p._free.pop()] = None
+
+
+def _twice_in_one_table(p: BlockPool[str]) -> None:
+    first = p.table("a")[0]
+    p._refs[first] = 2
+    p._tables["a"] = (*p.table("a"), first)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _shared,
+        _lost,
+        _freed_and_used,
+        _ownerless,
+        _short,
+        _counted_wrong,
+        _registered_and_plain_free,
+        _found_elsewhere,
+        _cached_without_a_hash,
+        _twice_in_one_table,
+    ],
+)
+def test_every_kind_of_damage_is_noticed(damage: Callable[[BlockPool[str]], None]) -> None:
     p = pool()
     p.allocate("a", 2)
     p.allocate("b", 2)
+    p.register(p.table("a")[0], b"x")
     p.check_integrity({"a": 8, "b": 5})
-    assert callable(damage)
     damage(p)
     with pytest.raises(IntegrityError):
         p.check_integrity({"a": 8, "b": 5})

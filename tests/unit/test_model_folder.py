@@ -168,14 +168,14 @@ def test_the_tiny_model_depends_on_its_seed_alone(tiny_model: ModelFolder, tmp_p
     assert (other.path / "model.safetensors").read_bytes() != (tiny_model.path / "model.safetensors").read_bytes()
 
 
-def test_memory_counts_weights_pool_and_logits(tmp_path: Path) -> None:
+def test_memory_counts_weights_pool_host_blocks_and_logits(tmp_path: Path) -> None:
     """By hand: 2 layers, 8 heads and 4 KV heads of 32, hidden 256, inner 688, vocabulary 1,024, tied."""
     model = make_tiny_llama(tmp_path, num_hidden_layers=2, tie_word_embeddings=True)
     attention = 256 * 256 * 2 + 256 * 128 * 2
     parameters = 1024 * 256 + 2 * (attention + 3 * 256 * 688 + 2 * 256) + 256
     output_layer = 1024 * 256
-    kv_numbers = 2 * 2 * 4 * 32 * 100 * 16
-    config = EngineConfig(blocks=100, block_size_tokens=16, slots=8, max_model_len=512)
+    kv_numbers = 2 * 2 * 4 * 32 * (100 + 30) * 16
+    config = EngineConfig(blocks=100, block_size_tokens=16, host_blocks=30, slots=8, max_model_len=512)
     logits = 8 * 1024 * 32
     for dtype, size in ((DType.FLOAT32, 4), (DType.BFLOAT16, 2)):
         expected = (parameters + output_layer + kv_numbers) * size + logits + PROCESS_BYTES

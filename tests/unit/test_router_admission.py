@@ -33,7 +33,7 @@ def replica(load: EngineLoad | None, condition: Condition = Condition.ROUTABLE) 
     return ReplicaView(replica_id=ReplicaId("r"), condition=condition, load=load)
 
 
-def judge(size_bytes: int = 100, tokens: int = 16, **changes: Any) -> Admit | Queue | Reject:
+def judge(size_bytes: int = 100, tokens: int = 16, count: int = 1, **changes: Any) -> Admit | Queue | Reject:
     fields: dict[str, Any] = {
         "draining": False,
         "replicas": [replica(FULL)],
@@ -42,7 +42,7 @@ def judge(size_bytes: int = 100, tokens: int = 16, **changes: Any) -> Admit | Qu
         "class_bytes": 0,
         "drain_per_s": 1.0,
     }
-    facts = RequestFacts(Need(0, tokens, tokens), size_bytes, STANDARD)
+    facts = RequestFacts(Need(0, tokens, tokens), size_bytes, STANDARD, count)
     return decide(facts, AdmissionView(**(fields | changes)), random.Random(0))
 
 
@@ -50,6 +50,18 @@ def test_admitted_only_where_nothing_is_ahead_and_a_replica_has_room() -> None:
     assert judge(replicas=[replica(FREE)]) == Admit()
     assert judge(replicas=[replica(FREE)], ahead_requests=3) == Queue(3)
     assert judge(replicas=[replica(FULL)]) == Queue(0)
+
+
+def test_several_are_let_in_together_where_the_queue_holds_all_that_must_wait() -> None:
+    """At most ten wait, of 1,000 bytes together; where the first starts at once it does not wait."""
+    assert judge(count=10) == Queue(0)
+    assert isinstance(judge(count=11), Reject)
+    assert judge(count=3, class_requests=7) == Queue(0)
+    assert isinstance(judge(count=3, class_requests=8), Reject)
+    assert isinstance(judge(count=5, size_bytes=201), Reject)
+    assert judge(count=11, size_bytes=1, replicas=[replica(FREE)]) == Admit()
+    assert isinstance(judge(count=12, size_bytes=1, replicas=[replica(FREE)]), Reject)
+    assert isinstance(judge(count=6, size_bytes=201, replicas=[replica(FREE)]), Reject)
 
 
 def test_bounds_of_the_queue_do_not_matter_to_what_starts_at_once() -> None:

@@ -14,12 +14,16 @@ from cluster.types import (
     Generation,
     Outcome,
     Preempted,
+    PreemptionMeans,
     Refusal,
     RefusalReason,
     ReplicaState,
+    Request,
     RequestId,
+    Sampling,
     TokenDelta,
 )
+from router.stream import Buffer, Stream
 from tests.unit.fake_replica import Bench, expected_ids, expected_text
 
 
@@ -74,7 +78,7 @@ def test_urgent_displaces_exactly_one_lower_and_equal_never_displaces() -> None:
     assert sum(r.preemptions for r in replicas) == 1
     assert bench.text(urgent) != ""
     assert waiting.request_id not in ids_added(replicas[0]) + ids_added(replicas[1])
-    assert bench.metric("forebay_preemptions_total", priority_class="batch", cause="urgent") == 1
+    assert bench.metric("forebay_preemptions_total", priority_class="batch", cause="urgent", means="recompute") == 1
     for _ in range(60):
         for replica in replicas:
             replica.turn()
@@ -151,7 +155,7 @@ def test_request_whose_last_token_arrived_is_finished_though_its_replica_is_lost
     bench = Bench()
     replica = bench.replica()
     request = bench.submit("a", tokens=1)
-    replica.send(TokenDelta(request.request_id, 0, 1, 0, (5,), ("x",), None))
+    replica.send(TokenDelta(request.request_id, 1, 0, (5,), ("x",), None))
     replica.die()
     assert bench.outcome(request) is Outcome.FINISHED
 
@@ -260,7 +264,7 @@ def test_open_gap_ends_with_its_attempt(end: str) -> None:
     bench = Bench()
     replica = bench.replica()
     request = bench.submit("a", tokens=6)
-    replica.send(TokenDelta(request.request_id, 0, 1, 2, (1,), ("x",)))
+    replica.send(TokenDelta(request.request_id, 1, 2, (1,), ("x",)))
     if end == "cancel":
         bench.core.cancel(request.request_id)
     else:
@@ -274,7 +278,7 @@ def test_gap_that_is_never_answered_ends_the_attempt_not_the_request() -> None:
     bench = Bench()
     replica = bench.replica()
     request = bench.submit("a", tokens=3)
-    late = TokenDelta(request.request_id, 0, 1, 2, (1,), ("x",), FinishReason.LENGTH)
+    late = TokenDelta(request.request_id, 1, 2, (1,), ("x",), FinishReason.LENGTH)
     replica.send(late)
     asked = len(replica.resends)
     for _ in range(10):
@@ -299,8 +303,8 @@ def test_repeat_and_stale_deltas_are_dropped_and_counted() -> None:
     replica.deliver()
     replica.frames.append(frame)
     replica.deliver()
-    replica.send(TokenDelta(request.request_id, 0, 9, 1, (1,), ("x",)))
-    replica.send(TokenDelta(RequestId("unheard-of"), 0, 1, 0, (1,), ("x",)))
+    replica.send(TokenDelta(request.request_id, 9, 1, (1,), ("x",)))
+    replica.send(TokenDelta(RequestId("unheard-of"), 1, 0, (1,), ("x",)))
     assert bench.metric("forebay_fenced_deltas_total", kind="repeat") == 1
     assert bench.metric("forebay_fenced_deltas_total", kind="stale") == 2
     assert bench.text(request) == f"{expected_ids(request)[0]} "
@@ -330,19 +334,18 @@ def test_overlap_is_trimmed_by_tokens_with_their_own_text() -> None:
     bench = Bench()
     replica = bench.replica()
     request = bench.submit("a", tokens=5)
-    replica.send(TokenDelta(request.request_id, 0, 1, 0, (1, 2), ("p", "q")))
-    replica.send(TokenDelta(request.request_id, 0, 1, 1, (2, 3), ("q", "r")))
+    replica.send(TokenDelta(request.request_id, 1, 0, (1, 2), ("p", "q")))
+    replica.send(TokenDelta(request.request_id, 1, 1, (2, 3), ("q", "r")))
     assert bench.text(request) == "pqr"
 
 
 @pytest.mark.parametrize(
     "delta",
     [
-        TokenDelta(RequestId("a"), 1, 1, 0, (1,), ("x",)),
-        TokenDelta(RequestId("a"), 0, 1, 0, (1, 2), ("x",)),
-        TokenDelta(RequestId("a"), 0, 1, 0, (1, 2, 3, 4), ("x",) * 4),
+        TokenDelta(RequestId("a"), 1, 0, (1, 2), ("x",)),
+        TokenDelta(RequestId("a"), 1, 0, (1, 2, 3, 4), ("x",) * 4),
     ],
-    ids=["choice", "pieces", "max_tokens"],
+    ids=["pieces", "max_tokens"],
 )
 def test_delta_that_cannot_be_ends_the_attempt_and_the_request_goes_on(delta: TokenDelta) -> None:
     bench = Bench()
@@ -359,7 +362,7 @@ def test_engine_error_ends_one_request_with_its_message() -> None:
     bench = Bench()
     replica = bench.replica()
     bad, good = bench.submit("bad"), bench.submit("good")
-    replica.send(TokenDelta(bad.request_id, 0, 1, 0, (), (), FinishReason.ERROR, "NaN in the logits"))
+    replica.send(TokenDelta(bad.request_id, 1, 0, (), (), FinishReason.ERROR, "NaN in the logits"))
     ending = bench.streams[bad.request_id].ending
     assert ending is not None
     assert (ending.outcome, ending.message) == (Outcome.ENGINE_ERROR, "NaN in the logits")
@@ -371,7 +374,7 @@ def test_attempt_that_the_engine_aborted_unasked_goes_on_elsewhere() -> None:
     replica = bench.replica()
     request = bench.submit("a", tokens=2)
     replica.held.clear()
-    replica.send(TokenDelta(request.request_id, 0, 1, 0, (), (), FinishReason.ABORT))
+    replica.send(TokenDelta(request.request_id, 1, 0, (), (), FinishReason.ABORT))
     for _ in range(2):
         replica.turn()
     assert bench.text(request) == expected_text(request)
@@ -397,10 +400,10 @@ def test_preemption_of_an_older_attempt_is_not_this_one_s() -> None:
     request = bench.submit("a")
     old = Preempted(request.request_id, 7, None, 1, 1)
     bench.core.frame(replica.replica_id, replica.generation, StepFrame(replica.report(), preempted=(old,)))
-    assert bench.metric("forebay_preemptions_total", priority_class="standard", cause="kv_full") == 0
+    assert bench.metric("forebay_preemptions_total", priority_class="standard", cause="kv_full", means="recompute") == 0
     mine = Preempted(request.request_id, 1, None, 1, 1)
     bench.core.frame(replica.replica_id, replica.generation, StepFrame(replica.report(), preempted=(mine,)))
-    assert bench.metric("forebay_preemptions_total", priority_class="standard", cause="kv_full") == 1
+    assert bench.metric("forebay_preemptions_total", priority_class="standard", cause="kv_full", means="recompute") == 1
 
 
 def test_slow_client_ends_alone() -> None:
@@ -688,6 +691,185 @@ def test_one_line_is_logged_per_request_with_its_decisions_and_never_its_prompt(
     assert [line["request_id"] for line in lines] == ["high", "low"]
     low = lines[1]
     assert [d["event"] for d in low["decisions"]] == ["admitted", "dispatched", "preempted"]
-    assert low["decisions"][2]["why"] == "for high"
+    assert low["decisions"][2]["why"] == "for high: recompute"
+    assert (low["preemptions"], lines[0].get("preemptions", 0)) == (1, 0)
     assert lines[0]["decisions"][1]["numbers"]["victims"] == 1
     assert "prompt_ids" not in low
+
+
+# --- choices ---
+
+
+def member(bench: Bench, name: str, choice: int) -> tuple[Request, Stream]:
+    request = Request(
+        request_id=RequestId(name),
+        tenant="t",
+        priority=0,
+        priority_class="standard",
+        arrived_unix_s=bench.clock.unix(),
+        prompt_ids=(1, 2, 3),
+        sampling=Sampling(max_tokens=4, seed=0),
+        choice=choice,
+        group_id="g",
+    )
+    stream = bench.streams[request.request_id] = Stream(Buffer(100_000))
+    return request, stream
+
+
+def test_choices_are_rejected_together_and_with_one_retry_after() -> None:
+    bench = Bench()
+    members = [member(bench, f"g-{k}", k) for k in range(3)]
+    bench.core.submit(members)
+    assert [bench.outcome(r) for r, _ in members] == [Outcome.REJECTED_NO_REPLICA] * 3
+    assert len({stream.ending.retry_after_s for _, stream in members if stream.ending}) == 1
+
+
+def test_each_choice_is_continued_by_itself() -> None:
+    bench = Bench()
+    r1 = bench.replica("r1", slots=2)
+    members = [member(bench, f"g-{k}", k) for k in range(3)]
+    bench.core.submit(members)
+    r1.turn()
+    assert ids_added(r1) == ["g-0", "g-1"], "the third waits"
+    r2 = bench.replica("r2", slots=3)
+    r2.turn()
+    r1.turn()
+    r1.die()
+    for _ in range(5):
+        r2.turn()
+    assert sorted((r.request_id, len(r.emitted_ids)) for r, _ in r2.added) == [("g-0", 2), ("g-1", 2), ("g-2", 0)]
+    assert all(bench.text(r) == expected_text(r) for r, _ in members)
+
+
+def test_choice_with_an_id_that_is_live_changes_nothing() -> None:
+    bench = Bench()
+    replica = bench.replica()
+    bench.core.submit([member(bench, "g-0", 0)])
+    with pytest.raises(ValueError, match="g-0 is already live"):
+        bench.core.submit([member(bench, "g-1", 1), member(bench, "g-0", 0)])
+    assert ids_added(replica) == ["g-0"]
+
+
+# --- logprobs ---
+
+
+def test_next_attempt_is_asked_for_the_prompt_s_logprobs_only_where_they_have_not_come() -> None:
+    bench = Bench()
+    asked: list[tuple[int | None, int | None, int]] = []
+    request = None
+    for tokens_before_its_end in (0, 2, 4):
+        replica = bench.replica(f"r{tokens_before_its_end}")
+        request = request or bench.submit("a", tokens=9, logprobs=1, prompt_logprobs=1)
+        sampling = replica.added[0][0].sampling
+        asked.append((sampling.logprobs, sampling.prompt_logprobs, len(replica.added[0][0].emitted_ids)))
+        for _ in range(tokens_before_its_end and 2):
+            replica.turn()
+        if tokens_before_its_end < 4:
+            bench.core.replica_lost(replica.replica_id, replica.generation, "killed by the test")
+            assert bench.outcome(request) is None
+    assert asked == [(1, 1, 0), (1, 1, 0), (1, None, 2)]
+
+
+def test_attempt_without_the_logprobs_that_were_asked_for_is_not_believed() -> None:
+    bench = Bench()
+    replica = bench.replica()
+    request = bench.submit("a", tokens=3, logprobs=0)
+    replica.send(TokenDelta(request.request_id, 1, 0, (1,), ("x",)))
+    assert replica.aborted == [("a", 1)]
+    for _ in range(4):
+        replica.turn()
+    assert bench.text(request) == expected_text(request)
+    assert [len(part.logprobs) for part in bench.scores[request.request_id]] == [1, 1, 1]
+
+
+# --- preemption and lengths in the metrics ---
+
+
+def test_preemptions_of_a_request_are_counted_to_its_end_and_never_fall() -> None:
+    """Public report: the count must be exposed and never decrease; a loss in between does not reset it."""
+    bench = Bench()
+    r1 = bench.replica("r1", slots=1)
+    low = bench.submit("low", "batch", tokens=9)
+    r1.turn()
+    for name in ("u1", "u2"):
+        bench.submit(name, "interactive", tokens=1)
+        r1.turn()
+        r1.turn()
+    r2 = bench.replica("r2", slots=1)
+    r1.die()
+    r2.turn()
+    bench.submit("u3", "interactive", tokens=1)
+    for _ in range(12):
+        r2.turn()
+    assert bench.outcome(low) is Outcome.FINISHED
+    labels = {"priority_class": "batch"}
+    assert bench.metric("forebay_request_preemptions_count", **labels) == 1
+    assert bench.metric("forebay_request_preemptions_sum", **labels) == 3
+    assert bench.metric("forebay_request_preemptions_sum", priority_class="interactive") == 0
+    assert bench.metric("forebay_request_preemptions_count", priority_class="interactive") == 3
+
+
+@pytest.mark.parametrize("means", list(PreemptionMeans))
+def test_decision_names_what_became_of_a_preempted_request_s_blocks(
+    means: PreemptionMeans, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="forebay.requests")
+    bench = Bench()
+    replica = bench.replica(slots=1, means=means)
+    bench.submit("low", "batch", tokens=3)
+    replica.turn()
+    bench.submit("high", "interactive", tokens=1)
+    for _ in range(4):
+        replica.turn()
+    low = json.loads(caplog.records[-1].getMessage())
+    assert low["request_id"] == "low"
+    (decision,) = [d for d in low["decisions"] if d["event"] == "preempted"]
+    assert decision["why"] == f"for high: {means.value}"
+    labels = {"priority_class": "batch", "cause": "urgent", "means": means.value}
+    assert bench.metric("forebay_preemptions_total", **labels) == 1
+
+
+def test_urgent_work_is_sent_where_paused_lower_work_keeps_every_block() -> None:
+    """Four lower requests of 80 tokens fill 20 blocks and are paused with all of them by short urgent ones."""
+    bench = Bench(RouterConfig(expected_output_tokens=16))
+    replica = bench.replica(slots=4, blocks=20, means=PreemptionMeans.PAUSE)
+    low = [bench.submit(f"low{k}", "batch", prompt=64, tokens=16) for k in range(4)]
+    for _ in range(16 - 1):
+        replica.turn()
+    for k in range(4):
+        bench.submit(f"u{k}", "interactive", prompt=1, tokens=1)
+    replica.turn()
+    load = replica.report().load
+    assert (load.blocks_free, sum(level.blocks for level in load.waiting)) == (0, 20)
+    urgent = bench.submit("urgent", "interactive", prompt=64, tokens=16)
+    assert ids_added(replica)[-1] == "urgent"
+    bench.submit("lower", "batch", prompt=64, tokens=16)
+    assert ids_added(replica)[-1] == "urgent", "what paused work of its own priority keeps is not to be had"
+    assert bench.outcome(urgent) is None
+    assert all(bench.outcome(r) is None for r in low)
+
+
+def test_stated_output_is_held_against_what_came() -> None:
+    bench = Bench()
+    replica = bench.replica()
+    for name, tokens, stated in (("exact", 4, 4), ("half", 4, 8), ("silent", 4, None)):
+        bench.submit(name, "standard", tokens=tokens, stated=stated)
+    gone = bench.submit("gone", tokens=50, stated=5)
+    for _ in range(4):
+        replica.turn()
+    bench.core.cancel(gone.request_id)
+    name, labels = "forebay_output_over_stated", {"priority_class": "standard"}
+    assert bench.metric(f"{name}_count", **labels) == 2
+    assert bench.metric(f"{name}_sum", **labels) == 1.5
+    assert bench.metric(f"{name}_bucket", le="0.5", **labels) == 1
+
+
+def test_stated_output_is_what_is_reserved_until_it_is_surpassed() -> None:
+    """blocks of 16: 8 + 40 are three; 8 + 200 more than it may have: its 64 are five; 8 + the assumed 16 are two."""
+    bench = Bench(RouterConfig(expected_output_tokens=16))
+    for stated, blocks in ((40, 3), (200, 5), (None, 2), (1, 1)):
+        replica = bench.replica(f"stated-{stated}")
+        request = bench.submit(f"q{stated}", tokens=64, stated=stated)
+        assert bench.core._fleet[replica.replica_id].reservations[request.request_id].blocks == blocks
+        replica.die()
+        bench.core.cancel(request.request_id)

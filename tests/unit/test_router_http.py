@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, cast
 
 import httpx
 import openai
 import pytest
-import uvicorn
-from prometheus_client import CollectorRegistry
 
-from cluster.clock import SystemClock
 from cluster.config import DEFAULT_CLASSES, PriorityClass, RouterConfig
 from cluster.messages import ClusterStatus, ReplicaSummary, RosterEntry
 from cluster.model import ModelFolder
@@ -27,124 +22,15 @@ from cluster.types import (
     Outcome,
     RefusalReason,
     ReplicaId,
-    Request,
     RequestId,
     TokenDelta,
 )
 from router import completions
-from router.app import build_app
-from router.core import RouterCore
 from router.errors import ApiError
-from router.metrics_sink import RouterMetrics
+from router.logprobs import Vocabulary
 from router.openai import Api, RequestParser
 from tests.unit.fake_replica import FakeReplica, expected_text
-
-MAX_LEN = 2000
-HI = [{"role": "user", "content": "hi"}]
-CHAT = {"model": "tiny-llama", "messages": HI, "max_tokens": 5}
-TEXT = {"model": "tiny-llama", "prompt": "hello", "max_tokens": 5}
-
-
-class Server(uvicorn.Server):
-    """Says when it is up."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-
-class World:
-    """A core, one replica, and a server on a free port."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        self.config = config
-        self.registry = CollectorRegistry()
-        self.core = RouterCore(config, SystemClock(), random.Random(1), RouterMetrics(self.registry))
-        self.replica = FakeReplica(self.core)
-        self.port = 0
-        self.cluster: ClusterStatus | None = None
-
-    async def cluster_status(self) -> ClusterStatus | None:
-        return self.cluster
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def ended(self, outcome: Outcome, priority_class: str = "standard") -> float:
-        labels = {"priority_class": priority_class, "outcome": outcome.value}
-        return self.registry.get_sample_value("forebay_requests_total", labels) or 0.0
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for something that the server brings about on this loop."""
-        async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110 - the server's own states have no event to wait for
-                await asyncio.sleep(0.001)
-
-    def held(self) -> Request:
-        (held,) = self.replica.held.values()
-        return held.request
-
-
-@asynccontextmanager
-async def serving(
-    model: ModelFolder, *, auto: bool = True, connect: bool = True, **settings: Any
-) -> AsyncIterator[World]:
-    # A machine that stalls must not make the replica look silent: it reports when the test lets it.
-    world = World(RouterConfig(silent_after_s=600, fenced_after_s=900, **settings))
-    app = build_app(
-        core=world.core,
-        model=model,
-        max_model_len=MAX_LEN,
-        config=world.config,
-        registry=world.registry,
-        cluster_status=world.cluster_status,
-        rng=random.Random(2),
-    )
-    listener = socket.create_server(("127.0.0.1", 0))
-    # asyncio sets it only on sockets that name TCP as their protocol, which these do not; accepted ones inherit it.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    world.port = listener.getsockname()[1]
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
-    serve = asyncio.create_task(server.serve(sockets=[listener]))
-    await server.up.wait()
-    turning = asyncio.create_task(world.replica.run()) if auto else None
-    if connect:
-        world.replica.connect()
-    try:
-        yield world
-    finally:
-        if turning is not None:
-            turning.cancel()
-        server.should_exit = True
-        await serve
-
-
-def client(world: World) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=world.url + "/v1", api_key="none", max_retries=0)
-
-
-def plain_client(world: World, **settings: Any) -> httpx.AsyncClient:
-    """Without TLS: reading certificates would take longer than most of these tests."""
-    return httpx.AsyncClient(base_url=world.url, verify=False, **settings)
-
-
-async def events(response: httpx.Response) -> list[str]:
-    text = (await response.aread()).decode()
-    assert text.endswith("\n\n")
-    lines = text[:-2].split("\n\n")
-    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
-    return [line.removeprefix("data: ") for line in lines]
-
-
-async def post(world: World, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-    async with plain_client(world) as http:
-        return await http.post(path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
-
+from tests.unit.http_kit import CHAT, HI, MAX_LEN, TEXT, World, client, events, plain_client, post, raw_post, serving
 
 # --- what the official client sees ---
 
@@ -233,7 +119,7 @@ async def test_each_delta_is_one_event(tiny_model: ModelFolder) -> None:
         request_id = world.held().request_id
         for k, text in enumerate(["水", "", '"\\\n\u2028', "<|", "🙂"]):
             finish = FinishReason.STOP if k == 4 else None
-            world.replica.send(TokenDelta(request_id, 0, 1, k, (k,), (text,), finish))
+            world.replica.send(TokenDelta(request_id, 1, k, (k,), (text,), finish))
             await asyncio.sleep(0.01)
         chunks = [json.loads(event) for event in (await events(await asking))[:-1]]
         texts = [chunk["choices"][0]["text"] for chunk in chunks]
@@ -315,21 +201,12 @@ async def test_engine_error_is_a_500_for_that_request_alone(tiny_model: ModelFol
         asking = asyncio.create_task(http.post("/v1/completions", json=TEXT))
         await world.until(lambda: world.replica.held)
         request_id = world.held().request_id
-        world.replica.send(TokenDelta(request_id, 0, 1, 0, (), (), FinishReason.ERROR, "bad logits"))
+        world.replica.send(TokenDelta(request_id, 1, 0, (), (), FinishReason.ERROR, "bad logits"))
         response = await asking
         assert (response.status_code, response.json()["error"]["message"]) == (500, "bad logits")
 
 
 # --- clients that leave or lag ---
-
-
-async def raw_post(world: World, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
-    raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n"
-    writer.write(head.encode() + raw)
-    await writer.drain()
-    return reader, writer
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -398,7 +275,7 @@ async def test_slow_client_overflows_alone_and_is_told_when_it_reads_again(tiny_
         sent = 0
         while not world.ended(Outcome.SLOW_CLIENT):
             assert sent < 1900
-            world.replica.send(TokenDelta(slow, 0, 1, sent, (1,), ("x" * 20_000,)))
+            world.replica.send(TokenDelta(slow, 1, sent, (1,), ("x" * 20_000,)))
             sent += 1
             await asyncio.sleep(0)
         assert world.replica.aborted == [(slow, 1)]
@@ -426,7 +303,7 @@ async def test_client_that_never_reads_its_end_does_not_hold_the_exchange(
         for sent in range(1900):
             if world.ended(Outcome.SLOW_CLIENT):
                 break
-            world.replica.send(TokenDelta(slow, 0, 1, sent, (1,), ("x" * 20_000,)))
+            world.replica.send(TokenDelta(slow, 1, sent, (1,), ("x" * 20_000,)))
             await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) > before
         await world.until(lambda: len(asyncio.all_tasks()) == before)
@@ -439,8 +316,10 @@ async def test_exchange_that_has_ended_leaves_the_task_that_ran_it_alone(
     monkeypatch.setattr(completions, "LAST_WORD_S", 0.01)
     world = World(RouterConfig())
     world.replica.connect()
-    gate = completions.ParserGate(RequestParser(tiny_model, MAX_LEN, DEFAULT_CLASSES, "standard"), random.Random(0))
-    exchange = completions.Completions(Api.COMPLETION, world.core, gate, world.config, "tiny-llama")
+    parser = RequestParser(tiny_model, MAX_LEN, DEFAULT_CLASSES, "standard")
+    gate = completions.ParserGate(parser, random.Random(0))
+    vocabulary = Vocabulary(parser.codec, ())
+    exchange = completions.Completions(Api.COMPLETION, world.core, gate, world.config, "tiny-llama", vocabulary)
     messages = [{"type": "http.request", "body": json.dumps(TEXT | {"stream": True}).encode()}]
 
     async def receive() -> dict[str, Any]:
@@ -499,7 +378,7 @@ async def test_every_error_has_one_form(tiny_model: ModelFolder) -> None:
             (405, await http.get("/v1/completions")),
             (405, await http.delete("/v1/models")),
             (400, await http.post("/v1/completions", content=b"{")),
-            (400, await http.post("/v1/completions", json=TEXT | {"n": 2})),
+            (400, await http.post("/v1/completions", json=TEXT | {"n": 0})),
             (404, await http.post("/v1/completions", json=TEXT | {"model": "x"})),
         ]
         for status, answer in answers:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
-from cluster.types import FinishReason, RequestId, TokenDelta
-from router.journal import MAX_DECISIONS, Accepted, Broken, Decision, DecisionLog, Gap, Journal, Repeat, Stale
+import pytest
+
+from cluster.types import FinishReason, Request, RequestId, Sampling, TokenDelta, TokenLogprob
+from router.journal import MAX_DECISIONS, Accepted, Broken, Decision, DecisionLog, Gap, Journal, Repeat, Scores, Stale
+
+
+def request(**sampling: Any) -> Request:
+    return Request(
+        request_id=RequestId("r"),
+        tenant="t",
+        priority=0,
+        priority_class="standard",
+        arrived_unix_s=0.0,
+        prompt_ids=(1, 2, 3),
+        sampling=Sampling(seed=0, **sampling),
+    )
 
 
 def delta(attempt: int, index: int, ids: tuple[int, ...], finish: FinishReason | None = None) -> TokenDelta:
-    return TokenDelta(RequestId("r"), 0, attempt, index, ids, tuple(f"<{i}>" for i in ids), finish)
+    return TokenDelta(RequestId("r"), attempt, index, ids, tuple(f"<{i}>" for i in ids), finish)
 
 
 def open_journal(*ids: int) -> Journal:
-    journal = Journal(max_tokens=100)
+    journal = Journal(request(max_tokens=100))
     journal.begin()
     if ids:
         journal.accept(delta(1, 0, ids))
@@ -28,7 +43,7 @@ def test_tokens_follow_each_other() -> None:
 
 
 def test_other_attempts_are_stale_before_during_and_after() -> None:
-    journal = Journal(max_tokens=9)
+    journal = Journal(request(max_tokens=9))
     assert journal.accept(delta(1, 0, (7,))) == Stale()
     assert journal.begin() == 1
     assert journal.accept(delta(2, 0, (7,))) == Stale()
@@ -99,3 +114,83 @@ def test_decisions_are_bounded_and_keep_the_beginning_and_the_end() -> None:
     assert len(kept) == MAX_DECISIONS
     assert kept == [*range(32), *range(968, 1000)]
     assert log.left_out == 1000 - MAX_DECISIONS
+
+
+# --- logprobs ---
+
+PROMPT = (TokenLogprob(-1.0), TokenLogprob(-2.0))
+"""Of a prompt of three tokens."""
+
+
+def scored(attempt: int, index: int, ids: tuple[int, ...], **rest: Any) -> TokenDelta:
+    logprobs = tuple(TokenLogprob(-float(i)) for i in ids)
+    pieces = tuple(f"<{i}>" for i in ids)
+    return TokenDelta(RequestId("r"), attempt, index, ids, pieces, logprobs=logprobs, **rest)
+
+
+def scores(verdict: object) -> Scores:
+    assert isinstance(verdict, Accepted)
+    assert verdict.scores is not None
+    return verdict.scores
+
+
+def test_logprobs_are_trimmed_with_their_tokens_so_that_none_is_doubled() -> None:
+    journal = Journal(request(max_tokens=9, logprobs=0))
+    journal.begin()
+    first = scores(journal.accept(scored(1, 0, (5, 6))))
+    again = scores(journal.accept(scored(1, 1, (6, 7))))
+    assert (first.token_ids, again.token_ids) == ((5, 6), (7,))
+    assert [p.logprob for p in (*first.logprobs, *again.logprobs)] == [-5.0, -6.0, -7.0]
+
+
+def test_prompt_s_logprobs_are_taken_once_over_all_attempts() -> None:
+    journal = Journal(request(max_tokens=9, logprobs=0, prompt_logprobs=0))
+    journal.begin()
+    awaited = journal.awaits_prompt
+    assert scores(journal.accept(scored(1, 0, (5,), prompt_logprobs=PROMPT))).prompt_logprobs == PROMPT
+    assert (awaited, journal.awaits_prompt) == (True, False)
+    journal.close()
+    journal.begin()
+    assert scores(journal.accept(scored(2, 1, (6,), prompt_logprobs=PROMPT))).prompt_logprobs == ()
+
+
+def test_prompt_s_logprobs_may_come_before_any_token_and_their_repeat_is_none() -> None:
+    journal = Journal(request(max_tokens=9, logprobs=0, prompt_logprobs=0))
+    journal.begin()
+    assert scores(journal.accept(scored(1, 0, (), prompt_logprobs=PROMPT))).prompt_logprobs == PROMPT
+    assert journal.accept(scored(1, 0, (), prompt_logprobs=PROMPT)) == Repeat()
+    assert scores(journal.accept(scored(1, 0, (5,)))).prompt_logprobs == ()
+
+
+def test_request_that_only_scores_is_complete_with_its_prompt_s_logprobs_and_not_before() -> None:
+    journal = Journal(request(max_tokens=0, logprobs=0, prompt_logprobs=0))
+    early = journal.complete
+    journal.begin()
+    taken = journal.accept(scored(1, 0, (), prompt_logprobs=PROMPT, finish=FinishReason.LENGTH))
+    assert scores(taken).prompt_logprobs == PROMPT
+    assert (early, journal.complete) == (False, True)
+    assert Journal(request(max_tokens=0)).complete
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        delta(1, 0, (5,)),
+        scored(1, 0, (5,)),
+        scored(1, 0, (5,), prompt_logprobs=PROMPT[:1]),
+        scored(1, 0, (), prompt_logprobs=PROMPT[:1]),
+        scored(1, 0, (), finish=FinishReason.LENGTH),
+    ],
+    ids=["tokens", "prompt", "part of the prompt", "part alone", "end"],
+)
+def test_logprobs_that_are_missing_break_the_attempt_and_change_nothing(broken: TokenDelta) -> None:
+    journal = Journal(request(max_tokens=9, logprobs=0, prompt_logprobs=0))
+    journal.begin()
+    assert isinstance(journal.accept(broken), Broken)
+    assert (journal.emitted_ids, journal.awaits_prompt) == ((), True)
+
+
+def test_end_without_success_needs_no_logprobs() -> None:
+    journal = Journal(request(max_tokens=9, logprobs=0, prompt_logprobs=0))
+    journal.begin()
+    assert isinstance(journal.accept(scored(1, 0, (), finish=FinishReason.ERROR)), Accepted)

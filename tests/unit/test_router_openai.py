@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
@@ -14,7 +15,7 @@ from cluster.model import ModelFolder
 from cluster.types import RequestId
 from router.errors import ApiError
 from router.fields import NOT_OFFERED
-from router.openai import Api, ChatBody, CompletionBody, Prepared, RequestParser
+from router.openai import MAX_BIASES, MAX_CHOICES, Api, ChatBody, CompletionBody, Prepared, RequestParser
 from tests.tiny_model import make_tiny_llama
 
 MAX_LEN = 256
@@ -67,6 +68,62 @@ def test_given_fields_are_honoured(parser: RequestParser) -> None:
     assert completion(parser, stop="x").request.sampling.stop == ("x",)
 
 
+def test_sampling_fields_become_the_engine_s(parser: RequestParser) -> None:
+    fields: dict[str, Any] = {
+        "min_p": 0.25,
+        "presence_penalty": -2,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.25,
+        "min_tokens": 3,
+        "max_tokens": 9,
+    }
+    given = {**fields, "logit_bias": {"1023": -100, "7": 0.5, "100": 100}, "expected_output_tokens": 40}
+    for send in (chat, completion):
+        request = send(parser, **given).request
+        assert {name: getattr(request.sampling, name) for name in fields} == fields
+        assert request.sampling.logit_bias == ((7, 0.5), (100, 100.0), (1023, -100.0))
+        assert request.stated_output_tokens == 40
+    assert completion(parser).request.stated_output_tokens is None
+
+
+def test_logprobs_count_the_likeliest_tokens_in_each_api_s_own_way(parser: RequestParser) -> None:
+    def asked(prepared: Prepared) -> tuple[int | None, int | None]:
+        return prepared.request.sampling.logprobs, prepared.request.sampling.prompt_logprobs
+
+    assert asked(chat(parser)) == (None, None)
+    assert asked(chat(parser, logprobs=True)) == (0, None)
+    assert asked(chat(parser, logprobs=True, top_logprobs=20)) == (20, None)
+    assert asked(completion(parser)) == (None, None)
+    assert asked(completion(parser, logprobs=0)) == (0, None)
+    assert asked(completion(parser, logprobs=5)) == (5, None)
+    assert asked(completion(parser, echo=True)) == (None, None)
+    assert asked(completion(parser, logprobs=2, echo=True)) == (2, 2)
+
+
+def test_echo_is_the_prompt_as_it_was_given_or_what_its_tokens_read_as(parser: RequestParser) -> None:
+    assert completion(parser).echo is None
+    assert completion(parser, echo=True, prompt="Hé llo\n水").echo == "Hé llo\n水"
+    ids = list(completion(parser, prompt="Hé llo\n水").request.prompt_ids)
+    assert completion(parser, echo=True, prompt=ids).echo == "Hé llo\n水"
+    scored = completion(parser, echo=True, max_tokens=0)
+    assert scored.request.sampling.max_tokens == 0
+
+
+def test_choices_are_alike_but_for_id_and_number_and_know_their_group(parser: RequestParser) -> None:
+    alone = completion(parser)
+    assert alone.requests == (alone.request,)
+    assert (alone.request.choice, alone.request.group_id) == (0, "")
+    three = completion(parser, n=3, best_of=3, temperature=0).requests
+    assert [(r.request_id, r.choice, r.group_id) for r in three] == [
+        ("id", 0, "id"),
+        ("id-1", 1, "id"),
+        ("id-2", 2, "id"),
+    ]
+    alike = {msgspec.structs.replace(r, request_id=RequestId(""), choice=0, group_id="") for r in three}
+    assert len(alike) == 1
+    assert len(completion(parser, n=MAX_CHOICES).requests) == MAX_CHOICES
+
+
 @pytest.mark.parametrize("api", list(Api))
 def test_null_is_an_absent_field(parser: RequestParser, api: Api) -> None:
     kind = ChatBody if api is Api.CHAT else CompletionBody
@@ -81,7 +138,20 @@ def test_values_that_mean_absent_are_taken(parser: RequestParser) -> None:
     for name, values in NOT_OFFERED.items():
         for value in values:
             assert completion(parser, None, **{name: value}) == completion(parser), name
-    assert completion(parser, n=1.0, presence_penalty=0.0, best_of=1) == completion(parser)
+    neutral: dict[str, Any] = {
+        "n": 1,
+        "best_of": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1,
+        "min_p": 0,
+        "min_tokens": 0,
+        "logit_bias": {},
+        "echo": False,
+    }
+    for name, value in neutral.items():
+        assert completion(parser, **{name: value}) == completion(parser), name
+    assert chat(parser, logprobs=False, top_logprobs=0) == chat(parser)
 
 
 def test_fields_without_effect_are_taken(parser: RequestParser) -> None:
@@ -225,22 +295,55 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": 1}, "service_tier"),
     ({"user": 5}, "user"),
     ({"metadata": {"a": 1}}, "metadata.a"),
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": MAX_CHOICES + 1}, "n"),
+    ({"n": 1.0}, "n"),
     ({"n": True}, "n"),
     ({"best_of": 2}, "best_of"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"presence_penalty": 0.1}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"min_p": 0.1}, "min_p"),
-    ({"min_tokens": 1}, "min_tokens"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": "2", "n": 2}, "best_of"),
+    ({"logit_bias": [[5, 1]]}, "logit_bias"),
+    ({"logit_bias": {"1024": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"05": 1}}, "logit_bias"),
+    ({"logit_bias": {"5.0": 1}}, "logit_bias"),
+    ({"logit_bias": {"٥": 1}}, "logit_bias"),
+    ({"logit_bias": {"": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias"),
+    ({"logit_bias": {"5": -101}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"5": None}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"logit_bias": {str(k): 1 for k in range(MAX_BIASES + 1)}}, "logit_bias"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"presence_penalty": "1"}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"frequency_penalty": True}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+    ({"min_tokens": MAX_LEN}, "min_tokens"),
+    ({"expected_output_tokens": 0}, "expected_output_tokens"),
+    ({"expected_output_tokens": 1.5}, "expected_output_tokens"),
+    ({"expected_output_tokens": 2**31}, "expected_output_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": "yes"}, "logprobs"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"guided_grammar": "x"}, "guided_grammar"),
+    ({"guided_choice": ["a"]}, "guided_choice"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"guided_regex": "ab**"}, "guided_regex"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"echo": True}, "echo"),
+    ({"echo": "yes"}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"stop_token_ids": [1]}, "stop_token_ids"),
     ({"skip_special_tokens": False}, "skip_special_tokens"),
@@ -271,6 +374,12 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": MAX_LEN}, "max_completion_tokens"),
     ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens, max_completion_tokens"),
     ({"prompt": "x"}, "prompt"),
+    ({"echo": True}, "echo"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": True}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
 ]  # fmt: skip
 COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),
@@ -291,7 +400,13 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1024]}, "prompt"),
     ({"prompt": [2**70]}, "prompt"),
     ({"prompt": [5] * MAX_LEN}, "prompt"),
-    ({"prompt": "x", "logprobs": 0}, "logprobs"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 1.5}, "logprobs"),
+    ({"echo": 1}, "echo"),
+    ({"echo": False, "max_tokens": 0}, "max_tokens"),
+    ({"echo": True, "max_tokens": 0, "prompt": [5] * MAX_LEN}, "prompt"),
     ({"messages": HI}, "messages"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
 ]

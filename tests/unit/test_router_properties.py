@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cluster.config import RouterConfig
 from cluster.types import Generation, Outcome, RefusalReason, ReplicaId, Request, RequestId
 from router.live import Live
-from tests.unit.fake_replica import Bench, FakeReplica, expected_text
+from tests.unit.fake_replica import Bench, FakeReplica, expected_ids, expected_text, score
 
 NAMES = ("r1", "r2")
 CLASSES = ("interactive", "standard", "batch")
@@ -59,10 +59,17 @@ class RouterMachine(RuleBasedStateMachine):
 
     # --- clients ---
 
-    @rule(priority_class=st.sampled_from(CLASSES), tokens=st.integers(1, 12), prompt=st.integers(1, 100))
-    def submit(self, priority_class: str, tokens: int, prompt: int) -> None:
+    @rule(
+        priority_class=st.sampled_from(CLASSES),
+        tokens=st.integers(0, 12),
+        prompt=st.integers(1, 100),
+        logprobs=st.sampled_from([None, 0, 2]),
+        echo=st.booleans(),
+    )
+    def submit(self, priority_class: str, tokens: int, prompt: int, logprobs: int | None, echo: bool) -> None:
         name = f"q{len(self.requests)}"
-        self.requests.append(self.bench.submit(name, priority_class, tokens=tokens, prompt=prompt))
+        scored = {"logprobs": logprobs, "prompt_logprobs": logprobs if echo else None}
+        self.requests.append(self.bench.submit(name, priority_class, tokens=tokens, prompt=prompt, **scored))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -180,8 +187,23 @@ class RouterMachine(RuleBasedStateMachine):
             assert expected_text(request).startswith(text)
             if outcome is Outcome.FINISHED:
                 assert text == expected_text(request)
+            self.check_logprobs(request, finished=outcome is Outcome.FINISHED)
             if request.request_id in self.cancelled:
                 assert outcome is Outcome.CANCELLED
+
+    def check_logprobs(self, request: Request, *, finished: bool) -> None:
+        """Those of what has come, none missing and none doubled, and of the prompt once, before the first token."""
+        parts, sampling = self.bench.scores[request.request_id], request.sampling
+        if sampling.logprobs is None:
+            assert not parts
+            return
+        got = [logprob for part in parts for logprob in part.logprobs]
+        of_prompt = [logprob for part in parts for logprob in part.prompt_logprobs]
+        expected = [score(token, k, sampling.logprobs) for k, token in enumerate(expected_ids(request))]
+        assert got == (expected if finished else expected[: len(got)])
+        ids = list(enumerate(request.prompt_ids))[1:] if sampling.prompt_logprobs is not None else []
+        if got or finished or of_prompt:
+            assert of_prompt == [score(token, k, sampling.logprobs) for k, token in ids]
 
     # --- and in the end ---
 

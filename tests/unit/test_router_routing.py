@@ -99,6 +99,35 @@ def test_lower_work_that_waits_there_unstarted_holds_no_blocks_against_urgent_wo
     assert place(need(priority=-10, tokens=BLOCK * 6), both) is None
 
 
+def test_pool_full_of_blocks_that_paused_lower_work_keeps_takes_urgent_work_and_no_victim() -> None:
+    """Two slots are free, but no block: what the paused ones keep is taken before anybody who runs."""
+    engine = load(slots=4, blocks=20, running=running((-10, 1, 2)), waiting=running((-10, 3, 18)), used=20)
+    assert place(need(priority=10, tokens=BLOCK * 18), view("r", engine)) == Placement(ReplicaId("r"), 18, victims=0)
+    assert place(need(priority=10, tokens=BLOCK * 19), view("r", engine)) == Placement(ReplicaId("r"), 19, victims=1)
+
+
+def test_blocks_kept_by_paused_work_are_taken_by_strictly_more_urgent_work_only() -> None:
+    engine = load(slots=4, blocks=20, waiting=running((0, 2, 20)), used=20)
+    assert place(need(priority=-10), view("r", engine)) is None
+    assert place(need(priority=0), view("r", engine)) is None
+    assert place(need(priority=1), view("r", engine)) == Placement(ReplicaId("r"), 1)
+
+
+def test_kept_blocks_make_no_room_in_what_this_router_s_own_work_will_fill() -> None:
+    """The report still counts little of the own prompts of this priority, and much that lower paused work keeps."""
+    engine = load(slots=9, blocks=20, running=running((10, 1, 2)), waiting=running((-10, 1, 18)), used=20)
+    own = (OwnLoad(-10, 0, 18), OwnLoad(10, 16, 0))
+    assert place(need(priority=10, tokens=BLOCK * 4), view("r", engine, own=own)) == Placement(ReplicaId("r"), 4)
+    assert place(need(priority=10, tokens=BLOCK * 5), view("r", engine, own=own)) is None
+
+
+def test_replica_whose_blocks_are_free_is_preferred_to_one_that_paused_work_fills() -> None:
+    paused = view("paused", load(slots=9, blocks=20, waiting=running((-10, 2, 19)), used=19))
+    free = view("free", load(slots=9, blocks=20, running=running((-10, 1, 5)), used=5))
+    for seed in range(5):
+        assert place(need(priority=10, tokens=BLOCK * 2), paused, free, seed=seed) == Placement(ReplicaId("free"), 2)
+
+
 def test_lower_work_alone_never_keeps_a_request_from_a_replica_that_could_hold_it() -> None:
     rng = random.Random(5)
 
@@ -109,8 +138,11 @@ def test_lower_work_alone_never_keeps_a_request_from_a_replica_that_could_hold_i
         slots, blocks = rng.randint(1, 6), rng.randint(6, 40)
         count = rng.randint(0, slots)
         used = rng.randint(count, blocks) if count else 0
+        kept = rng.randint(0, blocks - used)
         runs = running((-10, count, used)) if count else ()
-        engine = load(slots, blocks, used, running=runs, waiting=some())
+        engine = load(
+            slots, blocks, used + kept, running=runs, waiting=running((-10, 2, kept), (-5, rng.randint(0, 4), 0))
+        )
         own = tuple(OwnLoad(p, rng.randint(0, 60), rng.randint(0, 60)) for p in (-10, -5) if rng.random() < 0.7)
         wanted = need(priority=0, tokens=BLOCK * rng.randint(1, blocks))
         assert place(wanted, view("r", engine, own=own, unreported=some())) is not None

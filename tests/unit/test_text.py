@@ -184,6 +184,15 @@ def test_a_flood_of_invalid_bytes_is_shown_and_not_held_for_ever() -> None:
     assert set("".join(pieces)) == {REPLACEMENT}
 
 
+@pytest.mark.parametrize("second", [0xA0, 0xA1, 0xBF])
+def test_half_a_surrogate_begins_no_character_and_is_shown_at_once(second: int) -> None:
+    """Python's incremental decoder waits for a third byte; decoding all at once does not."""
+    ids = [i for b in (0xED, second) for i in range(vocab_size()) if byte_level_codec().token_bytes(i) == bytes([b])]
+    stage = byte_level_codec().stage()
+    assert [stage.push(i) for i in ids] == ["", byte_level_tokenizer().decode(ids)]
+    assert stage.finish() == ""
+
+
 def test_special_tokens_have_no_text_and_other_added_tokens_read_as_written() -> None:
     ids = [byte(t) for t in ("<|start|>", "<tool>", "naïve tool", "<|end|>")]
     assert joined(byte_level_codec().stage(), ids) == "<tool>naïve tool"
@@ -251,3 +260,78 @@ def test_a_replayed_stage_goes_on_exactly_where_the_first_was(ids: list[int], at
     for token_id in ids[:at]:
         again.push(token_id)
     assert run(again, ids[at:]) == (pieces[at:], last)
+
+
+# --- min_tokens ---
+
+
+@given(any_ids, st.integers(0, 12), st.data())
+@settings(max_examples=400, deadline=None)
+def test_stop_string_counts_only_where_a_token_from_min_tokens_on_completes_it(
+    ids: list[int], min_tokens: int, data: st.DataObject
+) -> None:
+    whole = decoded(ids)
+    inside = st.integers(0, max(0, len(whole) - 1)).flatmap(
+        lambda a: st.integers(1, 4).map(lambda length: whole[a : a + length] or "a")
+    )
+    stop = tuple(data.draw(st.lists(st.one_of(inside, st.text("abet ", min_size=1, max_size=2)), max_size=4)))
+    stage = byte_level_codec().stage(stop, min_tokens)
+    pieces, last = run(stage, ids)
+    cut = cut_at_stop(whole, stop, first_end=len(decoded(ids[:min_tokens])) + 1)
+    assert "".join(pieces) + last == (whole if cut is None else cut)
+    assert stage.stopped == (cut is not None)
+    assert not stage.stopped or len(pieces) > min_tokens
+
+
+def test_stop_string_that_came_too_early_is_text_and_the_next_one_ends_it() -> None:
+    ids = [byte(c) for c in "abcabc"]
+    for min_tokens, expected in ((0, ""), (2, ""), (3, "abc"), (5, "abc"), (6, "abcabc")):
+        assert joined(byte_level_codec().stage(("abc",), min_tokens), ids) == expected
+    # Its beginning may have come early; and what came early may begin the one that counts.
+    assert joined(byte_level_codec().stage(("aa",), 2), [byte("a")] * 3) == "a"
+    assert joined(byte_level_codec().stage(("ab", "abcd"), 2), [byte(c) for c in "abcx"]) == "abcx"
+
+
+@given(any_ids, st.integers(0, 40), st.integers(0, 40), st.sampled_from([("th",), ("e", "ab"), ("\ufffd\ufffd",)]))
+@settings(deadline=None)
+def test_a_replayed_stage_has_counted_its_tokens(
+    ids: list[int], at: int, min_tokens: int, stop: tuple[str, ...]
+) -> None:
+    pieces, last = run(byte_level_codec().stage(stop, min_tokens), ids)
+    at %= len(pieces) or 1
+    again = byte_level_codec().stage(stop, min_tokens)
+    for token_id in ids[:at]:
+        again.push(token_id)
+    assert run(again, ids[at:]) == (pieces[at:], last)
+
+
+# --- single tokens ---
+
+
+@given(st.text(max_size=30))
+@settings(deadline=None)
+def test_bytes_of_the_tokens_of_a_text_are_the_text(text: str) -> None:
+    ids = byte_level_tokenizer().encode(text, add_special_tokens=False).ids
+    assert b"".join(byte_level_codec().token_bytes(i) or b"" for i in ids) == text.encode()
+
+
+def test_token_reads_as_in_the_midst_of_a_text() -> None:
+    codec = sentencepiece_codec()
+    assert codec.token_bytes(sp("▁the")) == b" the"
+    assert codec.token_bytes(sp("the")) == b"the"
+    assert codec.token_bytes(sp("<0xE6>")) == b"\xe6"
+    assert codec.token_bytes(sp("</s>")) == b"</s>"
+    assert byte_level_codec().token_bytes(byte("ð")) == b"\xf0"
+    assert byte_level_codec().token_bytes(byte("<|end|>")) == b"<|end|>"
+    for unknown in (-1, vocab_size() + 5):
+        assert byte_level_codec().token_bytes(unknown) is None
+
+
+@given(any_ids)
+@settings(deadline=None)
+def test_detokenizer_holds_exactly_while_a_character_is_not_whole(ids: list[int]) -> None:
+    detokenizer = byte_level_codec().detokenizer()
+    for k, token_id in enumerate(ids, start=1):
+        detokenizer.push(token_id)
+        everything: str = byte_level_tokenizer().decode(ids[:k], skip_special_tokens=True)
+        assert detokenizer.holding == (decoded(ids[:k]) != everything)

@@ -16,13 +16,14 @@ class Order(Protocol):
     def key(self, state: SequenceState) -> SortKey:
         """Sort key among waiting and among running sequences; the smaller goes first.
 
-        Among equals, one that has started goes before one that has not: preempted and continued work is never
-        overtaken by new work of its own priority, whatever that one's arrival stamp.
+        Except under srpt: among equals in urgency (neither may push out the other), one that has started goes before
+        one that has not. Preempted and continued work is never overtaken by new work of its own urgency, whatever that
+        one's arrival stamp.
         """
         ...
 
     def may_preempt(self, urgent: SequenceState, victim: SequenceState) -> bool:
-        """Whether `urgent` may take the slot, the blocks or the step budget of `victim`."""
+        """Whether `urgent` may take the slot, the blocks or the step budget of `victim`. Both have a key."""
         ...
 
 

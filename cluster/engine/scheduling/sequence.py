@@ -1,7 +1,7 @@
 """What a scheduling decision may know of a sequence, and the lines that sequences stand in.
 
-Owns: `SequenceState` and the sorted `Line`. Imports cluster.types and the integrity error. Invariant: a sequence's key changes only while it
-stands in no line, so that a line stays sorted without being sorted again.
+Owns: `SequenceState` and the sorted `Line`. Imports cluster.types and the integrity error. Invariant: a sequence's key
+changes only while it stands in no line, so that a line stays sorted without being sorted again.
 """
 
 from __future__ import annotations
@@ -35,31 +35,61 @@ class SequenceState:
         "blocked_counted",
         "blocks",
         "computed",
+        "host_blocks",
         "identity",
         "key",
+        "leader",
+        "limit_tokens",
+        "overtaken",
+        "predicted_tokens",
         "priority",
+        "prompt_tokens",
         "pushed_out",
+        "running",
         "started",
         "tokens",
         "yields",
     )
 
     def __init__(
-        self, identity: Identity, priority: int, arrived_unix_s: float, *, tokens: int = 0, started: bool = False
+        self,
+        identity: Identity,
+        priority: int,
+        arrived_unix_s: float,
+        *,
+        tokens: int = 0,
+        started: bool = False,
+        prompt_tokens: int | None = None,
+        limit_tokens: int | None = None,
+        predicted_tokens: float | None = None,
     ) -> None:
         self.identity = identity
         self.priority = priority
         self.arrived_unix_s = arrived_unix_s
         self.tokens = tokens
         """Prompt and output so far."""
+        self.prompt_tokens = tokens if prompt_tokens is None else prompt_tokens
+        self.limit_tokens = tokens + 1 if limit_tokens is None else limit_tokens
+        """The most that prompt and output can become."""
+        self.predicted_tokens = float(self.limit_tokens if predicted_tokens is None else predicted_tokens)
+        """What prompt and output are expected to become; between `tokens` + 1 and `limit_tokens`. Part of the key of
+        some orders: the engine changes it only while the sequence stands in no line."""
         self.started = started
         """It has run before, here or on another engine: it continues rather than begins."""
+        self.running = False
+        """It has a slot."""
         self.computed = 0
-        """Positions whose keys and values are in the cache. `tokens - computed` is 1 for a decode."""
+        """Positions whose keys and values are in its blocks, or in host memory. `tokens - computed` is 1 for a decode."""
         self.blocks = 0
-        """KV blocks that it holds; 0 while it waits."""
+        """KV blocks that it holds. A waiting one may hold some: it was paused, or came with them."""
+        self.host_blocks = 0
+        """Blocks of host memory that it was swapped out to; it then holds no others."""
+        self.leader: SequenceState | None = None
+        """A live sibling that is to compute the common prompt first; never one that itself has a leader."""
+        self.overtaken = 0
+        """Smaller requests that have passed it since it was last admitted."""
         self.pushed_out = 0
-        """Times it was preempted for more urgent work; never falls."""
+        """Times it was to be recomputed for more urgent work; never falls."""
         self.yields = 0
         """Steps in a row in which this decode gave its token of the budget to prefill."""
         self.blocked_counted = False
@@ -73,10 +103,12 @@ class Line:
     Adding and removing cost a binary search and a shift of pointers: a few microseconds at 10,000.
     """
 
-    __slots__ = ("_loads", "items")
+    __slots__ = ("_loads", "holding", "items")
 
     def __init__(self) -> None:
         self.items: list[SequenceState] = []
+        self.holding: list[SequenceState] = []
+        """Those that were added with blocks, in the same order: of a line that waits, the paused."""
         self._loads: dict[int, list[int]] = {}
         """priority -> [requests, blocks]"""
 
@@ -86,19 +118,22 @@ class Line:
     def add(self, state: SequenceState, blocks: int) -> None:
         """Put a sequence in its place; `blocks` is what it counts for in the load."""
         insort(self.items, state, key=_key_of)
+        if blocks:
+            insort(self.holding, state, key=_key_of)
         load = self._loads.setdefault(state.priority, [0, 0])
         load[0] += 1
         load[1] += blocks
 
     def grow(self, state: SequenceState, blocks: int) -> None:
-        """A member counts for `blocks` more."""
+        """A member that was added with blocks counts for `blocks` more."""
         self._loads[state.priority][1] += blocks
 
     def remove(self, state: SequenceState, blocks: int) -> None:
         """Take a member out; `blocks` is what it counted for."""
-        index = bisect_left(self.items, state.key, key=_key_of)
-        assert self.items[index] is state
-        del self.items[index]
+        for line in (self.items, self.holding) if blocks else (self.items,):
+            index = bisect_left(line, state.key, key=_key_of)
+            assert line[index] is state
+            del line[index]
         load = self._loads[state.priority]
         load[0] -= 1
         load[1] -= blocks
@@ -110,13 +145,15 @@ class Line:
         return tuple(PriorityLoad(p, *self._loads[p]) for p in sorted(self._loads, reverse=True))
 
     def check_integrity(self, counts_for: Callable[[SequenceState], int]) -> None:
-        """Compare the order with the keys and the loads with `counts_for` of each member.
+        """Compare the order with the keys, and the loads and who holds blocks with `counts_for` of each member.
 
         Raises:
             IntegrityError: they disagree.
         """
         if not all(a.key < b.key for a, b in pairwise(self.items)):
             raise IntegrityError("a line is out of order")
+        if self.holding != [state for state in self.items if counts_for(state)]:
+            raise IntegrityError("a line does not know who in it holds blocks")
         loads: dict[int, list[int]] = {}
         for state in self.items:
             load = loads.setdefault(state.priority, [0, 0])

@@ -1,24 +1,30 @@
-"""The embedded backend: one step of a transformers model over a paged KV cache.
+"""The embedded backend: one step of a model over a paged KV cache.
 
-Owns: the model, the cache's tensors and the way from rows to drawn tokens. Imports torch and transformers. Invariant:
-a row's tokens depend on its own tokens, positions and blocks' contents; not on where the blocks lie, nor (but for
-rounding) on the other rows of the step.
+Owns: the model, the cache and the way from rows to drawn tokens. Imports torch. Invariant: a row's tokens depend on its
+own tokens, positions and blocks' contents; not on where the blocks lie, nor (but for rounding) on the other rows of the
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from cluster.config import EngineConfig
-from cluster.engine.torch.attention import PagedCache, SdpaStep
+from cluster.engine.torch.cpu.attention import CpuStep
+from cluster.engine.torch.decoder import DTYPES
 from cluster.engine.torch.layout import lay_out
-from cluster.engine.torch.loading import DTYPES, load_model, quieten_transformers
-from cluster.engine.torch.packing import pack_linears
-from cluster.engine.torch.sampling import draw
+from cluster.engine.torch.loading import load_decoder
+from cluster.engine.torch.paged_cache import PagedCache
+from cluster.engine.torch.sampling import outputs
 from cluster.model import ModelFolder, ModelFolderError
-from cluster.ports import Row
+from cluster.ports import OutOfMemoryError, Row, RowOutput
+
+ALLOCATOR_SAYS = ("not enough memory", "can't allocate memory")
+"""torch's allocator of host memory raises a plain RuntimeError with one of these."""
 
 
 def prepare_process() -> None:
@@ -27,7 +33,6 @@ def prepare_process() -> None:
     One thread per replica: where replicas share cores, two threads of one are slower than one.
     """
     torch.set_num_threads(1)
-    quieten_transformers()
 
 
 class TorchBackend:
@@ -47,21 +52,48 @@ class TorchBackend:
         self.vocab_size = model.vocab_size
         self._device = torch.device("cpu")
         self._dtype = DTYPES[config.dtype]
-        self._model, shapes = load_model(model, config.dtype, config.max_model_len)
-        pack_linears(self._model)
-        self.cache = PagedCache(shapes, config.blocks, config.block_size_tokens, self._dtype, self._device)
+        self._decoder = load_decoder(model, config.dtype, config.max_model_len)
+        self.cache = PagedCache(
+            self._decoder.shapes, config.blocks, config.block_size_tokens, self._dtype, self._device
+        )
+        self.kv_block_bytes = self.cache.block_bytes
+        self.kv_format = f"{model.identity[:16]},{self.cache.format}"
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Row]) -> list[int | None]:
+    def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> list[RowOutput]:
         if not rows:
             return []
-        layout = lay_out(rows, self.cache.block_size_tokens)
-        sampled = torch.tensor(layout.sampled, dtype=torch.int64, device=self._device)
-        output = self._model(
-            input_ids=torch.tensor([layout.token_ids], dtype=torch.int64, device=self._device),
-            position_ids=torch.tensor([layout.positions], dtype=torch.int64, device=self._device),
-            use_cache=False,
-            logits_to_keep=sampled,
-            step=SdpaStep(self.cache, layout, self._dtype, self._device),
-        )
-        return draw(output.logits[0], [row.sample for row in rows if row.sample is not None])
+        layout = lay_out(rows, self.cache.block_size_tokens, padding_tokens)
+        with out_of_memory_by_name():
+            step = CpuStep(self.cache, layout)
+            logits = self._decoder.logits(
+                self._index(layout.token_ids), self._index(layout.positions), self._index(layout.kept), step
+            )
+            return outputs(logits, rows)
+
+    def _index(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.cache.copy(source, target)
+
+    def save_blocks(self, blocks: Sequence[int]) -> memoryview:
+        with out_of_memory_by_name():
+            return self.cache.save(blocks)
+
+    def load_blocks(self, blocks: Sequence[int], saved: memoryview) -> None:
+        with out_of_memory_by_name():
+            self.cache.load(blocks, saved)
+
+
+@contextmanager
+def out_of_memory_by_name() -> Iterator[None]:
+    """Raise what torch, its allocator of host memory and Python call running out of memory as OutOfMemoryError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(str(error)) from error
+    except RuntimeError as error:
+        if any(words in str(error) for words in ALLOCATOR_SAYS):
+            raise OutOfMemoryError(str(error)) from error
+        raise

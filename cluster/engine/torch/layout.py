@@ -39,10 +39,18 @@ class PrefillChunk:
     start: int
     blocks: list[int]
 
+    @property
+    def context(self) -> int:
+        """Keys that its last token sees."""
+        return self.start + self.end - self.begin
+
 
 @dataclass(frozen=True)
 class Layout:
-    """One step, packed: the decodes by falling context, then the prefill chunks in the order of the rows."""
+    """One step, packed: the decodes by falling context, the prefill chunks in the order of the rows, then the padding.
+
+    `slots` and `begun_blocks` leave the padding out: nothing of it is kept.
+    """
 
     token_ids: list[int]
     positions: list[int]
@@ -50,27 +58,37 @@ class Layout:
     """block x block_size_tokens + offset of each token: where its key and value go."""
     begun_blocks: list[int]
     """Blocks whose first slot is written in this step. The rest of such a block holds what an earlier owner left."""
-    decodes: list[DecodeGroup]
+    decode_tables: list[tuple[int, ...]]
+    """Of each decode, the blocks that its context fills."""
+    decode_contexts: list[int]
+    """Of each decode, the keys that it sees, its own included; never rising."""
     chunks: list[PrefillChunk]
-    sampled: list[int]
-    """For each row with a sample, in the order of the rows: the packed index of its last token."""
+    kept: list[int]
+    """Packed indices of the tokens whose logits are asked for, in the order of the rows: of each its scored tokens, then
+    its last one if it has a sample."""
 
 
-def lay_out(rows: Sequence[Row], block_size_tokens: int) -> Layout:
-    """Raises ValueError where a row has no token or a block table that does not fit it: a fault of the caller."""
+def lay_out(rows: Sequence[Row], block_size_tokens: int, padding_tokens: int = 0) -> Layout:
+    """Lay out `rows`, and `padding_tokens` more that belong to nobody.
+
+    Raises:
+        ValueError: a row has no token, or a block table or targets that do not fit it: a fault of the caller.
+    """
     for row in rows:
         needed = -(-(row.start + len(row.token_ids)) // block_size_tokens)
         if not row.token_ids or len(row.block_table) < needed:
             raise ValueError(
                 f"a row of {len(row.token_ids)} tokens at {row.start} has {len(row.block_table)} blocks, needs {needed}"
             )
+        if row.score is not None and len(row.score.targets) > len(row.token_ids):
+            raise ValueError(f"a row of {len(row.token_ids)} tokens has {len(row.score.targets)} targets")
     by_context = sorted((i for i, row in enumerate(rows) if len(row.token_ids) == 1), key=lambda i: -rows[i].start)
     order = by_context + [i for i, row in enumerate(rows) if len(row.token_ids) > 1]
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     begun_blocks: list[int] = []
-    last: dict[int, int] = {}
+    first: dict[int, int] = {}
     chunks: list[PrefillChunk] = []
     for i in order:
         row, begin = rows[i], len(token_ids)
@@ -79,43 +97,37 @@ def lay_out(rows: Sequence[Row], block_size_tokens: int) -> Layout:
         positions += span
         slots += [row.block_table[p // block_size_tokens] * block_size_tokens + p % block_size_tokens for p in span]
         begun_blocks += [row.block_table[p // block_size_tokens] for p in span if p % block_size_tokens == 0]
-        last[i] = len(token_ids) - 1
+        first[i] = begin
         if len(row.token_ids) > 1:
             used = row.block_table[: -(-span.stop // block_size_tokens)]
             chunks.append(PrefillChunk(begin=begin, end=len(token_ids), start=row.start, blocks=list(used)))
+    kept: list[int] = []
+    for i, row in enumerate(rows):
+        if row.score is not None:
+            kept += range(first[i], first[i] + len(row.score.targets))
+        if row.sample is not None:
+            kept.append(first[i] + len(row.token_ids) - 1)
     return Layout(
-        token_ids=token_ids,
-        positions=positions,
+        token_ids=token_ids + [0] * padding_tokens,
+        positions=positions + [0] * padding_tokens,
         slots=slots,
         begun_blocks=begun_blocks,
-        decodes=_groups([rows[i] for i in by_context], block_size_tokens),
+        decode_tables=[rows[i].block_table[: rows[i].start // block_size_tokens + 1] for i in by_context],
+        decode_contexts=[rows[i].start + 1 for i in by_context],
         chunks=chunks,
-        sampled=[last[i] for i, row in enumerate(rows) if row.sample is not None],
+        kept=kept,
     )
 
 
-def _groups(rows: list[Row], block_size_tokens: int) -> list[DecodeGroup]:
-    """Split rows of falling context into runs of at most GROUP_TOKENS padded keys, of one row at least."""
+def group_decodes(layout: Layout, block_size_tokens: int) -> list[DecodeGroup]:
+    """Split the decodes into runs of at most GROUP_TOKENS padded keys, of one row at least."""
     groups: list[DecodeGroup] = []
+    tables, contexts = layout.decode_tables, layout.decode_contexts
     begin = 0
-    while begin < len(rows):
-        padded_keys = (rows[begin].start // block_size_tokens + 1) * block_size_tokens
-        end = min(len(rows), begin + max(1, GROUP_TOKENS // padded_keys))
-        groups.append(_group(rows[begin:end], begin, block_size_tokens))
+    while begin < len(tables):
+        width = len(tables[begin])
+        end = min(len(tables), begin + max(1, GROUP_TOKENS // (width * block_size_tokens)))
+        blocks = [block for table in tables[begin:end] for block in table + table[:1] * (width - len(table))]
+        groups.append(DecodeGroup(begin, end, blocks, width, contexts[begin:end]))
         begin = end
     return groups
-
-
-def _group(rows: list[Row], begin: int, block_size_tokens: int) -> DecodeGroup:
-    width = rows[0].start // block_size_tokens + 1
-    blocks: list[int] = []
-    for row in rows:
-        used = row.block_table[: row.start // block_size_tokens + 1]
-        blocks += used + (row.block_table[0],) * (width - len(used))
-    return DecodeGroup(
-        begin=begin,
-        end=begin + len(rows),
-        blocks=blocks,
-        width=width,
-        context_tokens=[row.start + 1 for row in rows],
-    )

@@ -167,7 +167,7 @@ async def make() -> AsyncIterator[Make]:
 
 def tokens(name: str, index: int, count: int, attempt: int = 0, finish: FinishReason | None = None) -> TokenDelta:
     ids = tuple(range(index, index + count))
-    return TokenDelta(RequestId(name), 0, attempt, index, ids, tuple(f"{i} " for i in ids), finish)
+    return TokenDelta(RequestId(name), attempt, index, ids, tuple(f"{i} " for i in ids), finish)
 
 
 async def test_all_tokens_of_a_step_for_one_router_leave_in_one_frame_with_the_load(make: Make) -> None:
@@ -233,7 +233,7 @@ async def test_a_router_that_comes_back_goes_on_from_the_token_it_asks_for(make:
     assert await router.event() == "down"
     world.engine.step(tokens("x", 3, 2))
     assert await router.event() == "up"
-    link.resend_from(RequestId("x"), 0, 0, 1)
+    link.resend_from(RequestId("x"), 0, 1)
     received: list[int] = []
     while len(received) < 4:
         for d in (await router.until(lambda f: f.deltas)).deltas:
@@ -245,7 +245,7 @@ async def test_a_router_that_comes_back_goes_on_from_the_token_it_asks_for(make:
 async def test_an_attempt_that_never_arrived_is_refused_when_asked_for(make: Make) -> None:
     world = await make()
     router, link = await world.router()
-    link.resend_from(RequestId("ghost"), 3, 0, 0)
+    link.resend_from(RequestId("ghost"), 3, 0)
     (refusal,) = (await router.until(lambda f: f.refusals)).refusals
     assert (refusal.request_id, refusal.attempt, refusal.reason) == ("ghost", 3, RefusalReason.UNKNOWN_ATTEMPT)
 
@@ -311,7 +311,7 @@ async def test_a_router_that_does_not_read_delays_no_step_and_loses_only_its_mos
     for step in range(400):
         text = "x" * 100_000
         world.engine.step(
-            TokenDelta(RequestId("big"), 0, 0, step, (1,), (text,)),
+            TokenDelta(RequestId("big"), 0, step, (1,), (text,)),
             tokens("small", step, 1),
             tokens("other", step, 1),
         )

@@ -15,7 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import TransportConfig
-from cluster.messages import PROTOCOL_NEWEST, Abort, Challenge, Goodbye, Hello, Message, Rejected, Welcome
+from cluster.messages import (
+    PROTOCOL_NEWEST,
+    PROTOCOL_OLDEST,
+    Abort,
+    Challenge,
+    Goodbye,
+    Hello,
+    Message,
+    Rejected,
+    Welcome,
+)
 from cluster.types import Generation, RequestId
 from deployments.transport import (
     HANDSHAKE_MAX_FRAME_BYTES,
@@ -189,12 +199,17 @@ async def test_a_protocol_version_that_is_not_spoken_is_refused_by_name(
     from deployments import transport
 
     nonce = b"n" * 32
-    hello = transport._hello(router(), Challenge(version_oldest=1, version_newest=1, nonce=nonce), b"c" * 32)
+    hello = transport._hello(
+        router(), Challenge(version_oldest=PROTOCOL_OLDEST, version_newest=PROTOCOL_NEWEST, nonce=nonce), b"c" * 32
+    )
     monkeypatch.undo()
     identity = Identity("replica", "r1", SECRET, "m1")
     assert transport._proven(hello, SECRET, nonce)
     reason = transport._refusal(hello, identity, frozenset({"router"}))
-    assert reason == f"protocol version: {PROTOCOL_NEWEST + 7} to {PROTOCOL_NEWEST + 9} spoken there, 1 to 1 here"
+    assert (
+        reason
+        == f"protocol version: {PROTOCOL_NEWEST + 7} to {PROTOCOL_NEWEST + 9} spoken there, {PROTOCOL_OLDEST} to {PROTOCOL_NEWEST} here"
+    )
     del listener
 
 
@@ -202,10 +217,18 @@ async def test_a_side_without_the_secret_is_not_believed_when_it_welcomes() -> N
     """An impostor answers on the replica's port: it has no secret, so its welcome proves nothing."""
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(frame(Challenge(version_oldest=1, version_newest=1, nonce=b"0" * 32)))
+        writer.write(frame(Challenge(version_oldest=PROTOCOL_OLDEST, version_newest=PROTOCOL_NEWEST, nonce=b"0" * 32)))
         await read_frame(reader)
         writer.write(
-            frame(Welcome(version=1, sender_id="r1", generation=Generation(1, ""), proof=b"p" * 32, max_frame_bytes=99))
+            frame(
+                Welcome(
+                    version=PROTOCOL_NEWEST,
+                    sender_id="r1",
+                    generation=Generation(1, ""),
+                    proof=b"p" * 32,
+                    max_frame_bytes=99,
+                )
+            )
         )
 
     async with serving(impostor) as (host, port):

@@ -1,0 +1,213 @@
+"""A live request leaves one engine for another with its keys and values.
+
+Owns: what both engines do in a move, and nothing of who asks for it or how the bytes travel. Imports cluster and
+cluster.engine, never a backend. The source's side, while the request still runs: `exportable_blocks`, `export_blocks`
+as often as new blocks are full; then `freeze`, the rest of the blocks, and `release` once the target has it (or `thaw`).
+The target's: `import_begin`, `import_blocks`, `import_commit` (or `import_abort`).
+Invariants: a frozen request has told all its tokens, keeps what it holds, and neither runs nor is preempted; what is
+exported is never changed by a later step; a request that is imported runs no token again whose keys and values came.
+Nothing here expires by itself: whoever began a move ends it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from cluster.config import EngineConfig
+from cluster.engine.book import Book
+from cluster.engine.intake import Intake
+from cluster.engine.kv_memory import KvMemory
+from cluster.engine.live import Live
+from cluster.engine.scheduling.sequence import Identity
+from cluster.ports import Backend
+from cluster.types import EngineState, RequestId, TokenDelta
+
+
+class ImportRefusal(StrEnum):
+    """Why an engine does not take a request's keys and values. The request stays where it is, or goes without them."""
+
+    FULL = "full"
+    """Its bound on held requests is reached."""
+    NO_ROOM = "no_room"
+    """It has not so many free blocks."""
+    KV_FORMAT = "kv_format"
+    """Keys and values of the source mean nothing here."""
+    KNOWN = "known"
+    """This attempt is here already."""
+    UNKNOWN = "unknown"
+    """Nothing was begun for this attempt, or it was aborted since."""
+    MISFIT = "misfit"
+    """Blocks that are not whole, or that leave a gap before them."""
+
+
+@dataclass(slots=True)
+class _Import:
+    blocks: int
+    """Reserved."""
+    received: int = 0
+    """Blocks at the beginning that have come."""
+
+
+class Moves:
+    """Both sides of moves, for one engine. Called between steps only."""
+
+    def __init__(self, config: EngineConfig, book: Book, memory: KvMemory, intake: Intake, backend: Backend) -> None:
+        self._config = config
+        self._book = book
+        self._memory = memory
+        self._intake = intake
+        self._backend = backend
+        self._imports: dict[Identity, _Import] = {}
+
+    def __len__(self) -> int:
+        """Imports that have begun."""
+        return len(self._imports)
+
+    def __contains__(self, identity: Identity) -> bool:
+        return identity in self._imports
+
+    @property
+    def kv_format(self) -> str:
+        return self._backend.kv_format
+
+    # --- source ---
+
+    def exportable_blocks(self, request_id: RequestId, attempt: int) -> int:
+        """Blocks at the beginning of a request whose content is final: the full ones, and once it is frozen all that it
+        has computed. 0 for one that is not live, and for one whose prompt's scores are still to be told (they do not
+        travel: its prompt is run again where they can be)."""
+        live = self._book.live.get((request_id, attempt))
+        if live is None or live.scores is not None:
+            return 0
+        full, rest = divmod(live.state.computed, self._config.block_size_tokens)
+        return full + (1 if rest and live.state.identity in self._book.frozen else 0)
+
+    def export_blocks(self, request_id: RequestId, attempt: int, first: int, count: int) -> memoryview:
+        """A copy of `count` exportable blocks from block `first` on, one after another.
+
+        Raises:
+            LookupError: not all of these are exportable (any more).
+        """
+        if count < 1 or not 0 <= first <= self.exportable_blocks(request_id, attempt) - count:
+            raise LookupError(f"blocks {first} … {first + count - 1} of {request_id} are not to be had")
+        return self._memory.saved_blocks(self._book.live[request_id, attempt].state, first, count)
+
+    def export_rest(self, request_id: RequestId, attempt: int, first: int) -> memoryview:
+        """All exportable blocks from block `first` on; empty if there are none. Asked for together with `freeze`, the
+        tail needs no step in between to learn how long it is."""
+        count = self.exportable_blocks(request_id, attempt) - first
+        return self.export_blocks(request_id, attempt, first, count) if count > 0 else memoryview(b"")
+
+    def freeze(self, request_id: RequestId, attempt: int) -> EngineState | None:
+        """Take a request out of scheduling. None if it is not live (it may just have ended); again, the same again."""
+        live = self._book.live.get((request_id, attempt))
+        if live is None:
+            return None
+        if live.state.identity not in self._book.frozen:
+            self._book.freeze(live)
+        return EngineState(
+            request=msgspec.structs.replace(live.request, emitted_ids=tuple(live.output)),
+            computed_tokens=0 if live.scores is not None else live.state.computed,
+            kv_format=self._backend.kv_format,
+        )
+
+    def thaw(self, request_id: RequestId, attempt: int) -> bool:
+        """The move is off: a frozen request goes on at its place, from where it was. False if it is not frozen."""
+        live = self._book.frozen.get((request_id, attempt))
+        if live is None:
+            return False
+        self._book.thaw(live)
+        return True
+
+    def release(self, request_id: RequestId, attempt: int) -> bool:
+        """The target has it: a frozen request is forgotten without a word. False if it is not frozen."""
+        live = self._book.frozen.get((request_id, attempt))
+        if live is None:
+            return False
+        self._book.remove(live)
+        self._memory.drop(live)
+        return True
+
+    # --- target ---
+
+    def import_begin(self, request_id: RequestId, attempt: int, kv_format: str, blocks: int) -> ImportRefusal | None:
+        """Reserve `blocks` blocks for a request that is to come; more are reserved as they come."""
+        identity = (request_id, attempt)
+        if kv_format != self._backend.kv_format:
+            return ImportRefusal.KV_FORMAT
+        if identity in self._book.live or identity in self._imports:
+            return ImportRefusal.KNOWN
+        if len(self._book) + len(self._imports) >= self._config.max_held:
+            return ImportRefusal.FULL
+        if not self._memory.pool.can_allocate(max(1, blocks)):
+            return ImportRefusal.NO_ROOM
+        self._memory.pool.allocate(identity, max(1, blocks))
+        self._imports[identity] = _Import(max(1, blocks))
+        return None
+
+    def import_blocks(self, request_id: RequestId, attempt: int, first: int, data: memoryview) -> ImportRefusal | None:
+        """Blocks `first`, `first` + 1, … have come. They may come again, but none may be left out.
+
+        On NO_ROOM what has come before stays; the move can be committed with that, or aborted.
+        """
+        identity = (request_id, attempt)
+        coming = self._imports.get(identity)
+        if coming is None:
+            return ImportRefusal.UNKNOWN
+        count, rest = divmod(data.nbytes, self._backend.kv_block_bytes)
+        if rest or not count or not 0 <= first <= coming.received:
+            return ImportRefusal.MISFIT
+        more = first + count - coming.blocks
+        if more > 0:
+            if not self._memory.pool.can_allocate(more):
+                return ImportRefusal.NO_ROOM
+            self._memory.pool.allocate(identity, more)
+            coming.blocks += more
+        self._memory.load(identity, first, data)
+        coming.received = max(coming.received, first + count)
+        return None
+
+    def import_commit(self, state: EngineState, attempt: int) -> ImportRefusal | None:
+        """The request is here: it waits, with its keys and values, and goes on before new work of its priority.
+
+        Positions that `state` says are computed and whose blocks did not come are run again.
+        """
+        request = state.request
+        identity = (request.request_id, attempt)
+        if identity not in self._imports:
+            return ImportRefusal.UNKNOWN
+        if state.kv_format != self._backend.kv_format:
+            return ImportRefusal.KV_FORMAT
+        coming = self._imports.pop(identity)
+        taken = self._intake.take(request, attempt)
+        if isinstance(taken, TokenDelta):
+            self._memory.pool.free(identity)
+            self._book.ended.append(taken)
+        else:
+            self._adopt(taken, state.computed_tokens, coming)
+        return None
+
+    def import_abort(self, request_id: RequestId, attempt: int) -> bool:
+        """Nothing will come: what was reserved is free again. False if nothing was begun."""
+        if self._imports.pop((request_id, attempt), None) is None:
+            return False
+        self._memory.pool.free((request_id, attempt))
+        return True
+
+    def written(self) -> dict[Identity, int]:
+        """Positions that are written in the blocks of each import."""
+        return {key: i.received * self._config.block_size_tokens for key, i in self._imports.items()}
+
+    def _adopt(self, live: Live, computed_tokens: int, coming: _Import) -> None:
+        state = live.state
+        received_tokens = coming.received * self._config.block_size_tokens
+        computed = 0 if live.scores is not None else min(computed_tokens, received_tokens, state.tokens - 1)
+        state.blocks = coming.blocks
+        state.computed = max(0, computed)
+        if not state.computed:
+            self._memory.drop(live)
+        state.started = True
+        self._book.add(live)

@@ -1,0 +1,87 @@
+"""What a prefix is called: the chain of hashes over the blocks of a sequence.
+
+Owns: the hash and the hashes of one sequence. Imports nothing of ours. Invariant: two blocks have the same hash only if
+the same tenant's sequences agree in all tokens up to the block's end, so that another tenant's prefix is never found
+(and the time that a lookup takes says nothing of what others have asked).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+HASH_BYTES = 16
+KEPT_WHILE_WAITING = 128
+"""Hashes that a waiting sequence keeps, 2 KiB; a longer prefix is hashed again from there when it is asked for."""
+
+Tokens = Callable[[int, int], Sequence[int]]
+"""(start, end) -> the sequence's token ids of these positions."""
+
+
+@lru_cache(maxsize=1024)
+def root(tenant: str) -> bytes:
+    """The parent of a tenant's first blocks."""
+    return blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"prefix root").digest()
+
+
+def extend(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The hash of a block: BLAKE2b, 16 bytes, over its parent's hash and its token ids."""
+    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+
+
+class PrefixHashes:
+    """The hashes of one sequence's full blocks, made when they are asked for and packed into one buffer."""
+
+    __slots__ = ("_block_size", "_packed", "_tenant", "memo")
+
+    def __init__(self, tenant: str, block_size_tokens: int) -> None:
+        self._tenant = tenant
+        self._block_size = block_size_tokens
+        self._packed = bytearray()
+        self.memo: tuple[int, int, int, int] | None = None
+        """For whoever looks the sequence up: (pool epoch, most blocks asked for, found, unheld of these)."""
+
+    def of(self, index: int, tokens: Tokens) -> bytes:
+        """The hash of block `index`, of which all tokens must be known; it and those before it are kept."""
+        kept = len(self._packed) // HASH_BYTES
+        if index >= kept:
+            parent = self._at(kept - 1)
+            for i in range(kept, index + 1):
+                parent = self._extend(parent, i, tokens)
+                self._packed += parent
+        return self._at(index)
+
+    def found(self, limit: int, tokens: Tokens, find: Callable[[bytes], int | None]) -> list[int]:
+        """Blocks that `find` knows for the beginning of the sequence, `limit` at most."""
+        blocks: list[int] = []
+        kept = len(self._packed) // HASH_BYTES
+        parent = self._at(-1)
+        for index in range(limit):
+            if index < kept:
+                parent = self._at(index)
+            else:
+                parent = self._extend(parent, index, tokens)
+                if index < KEPT_WHILE_WAITING:
+                    self._packed += parent
+                    kept += 1
+            block = find(parent)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def trim(self) -> None:
+        """The sequence waits: keep no more than a waiting one may."""
+        del self._packed[KEPT_WHILE_WAITING * HASH_BYTES :]
+        self.memo = None
+
+    def _extend(self, parent: bytes, index: int, tokens: Tokens) -> bytes:
+        start = index * self._block_size
+        return extend(parent, tokens(start, start + self._block_size))
+
+    def _at(self, index: int) -> bytes:
+        if index < 0:
+            return root(self._tenant)
+        return bytes(self._packed[index * HASH_BYTES : (index + 1) * HASH_BYTES])
