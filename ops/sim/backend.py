@@ -1,0 +1,75 @@
+"""A backend that computes nothing and knows how long it would have taken.
+
+Owns: the virtual clock of one engine, and the translation of rows into terms of the step-time model. Imports the ports
+and the model of the step times. Invariant: time passes in `run` alone, and depends on the rows and the padding only.
+
+A sequence's length is in its tokens: the token after `k` is `k - 1`, and 0 ends it. A prompt that ends in the id `n`
+thus has an answer of n tokens, which no planner can know before, wherever it is cut, preempted and computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.ports import Row, RowOutput
+from ops.sim.step_time import Prefill, StepTimes, device_ms, host_ms
+
+END_TOKEN = 0
+FILLER_TOKEN = 1
+
+
+def prompt_for(prompt_tokens: int, output_tokens: int) -> tuple[int, ...]:
+    """A prompt of so many tokens whose answer has so many, the end token included."""
+    return (FILLER_TOKEN,) * (prompt_tokens - 1) + (output_tokens,)
+
+
+class ModelledBackend:
+    """Implements `cluster.ports.Backend` in virtual time. A block is one byte, which says nothing.
+
+    `padded` says how a batch is laid out: as one rectangle, in which every row reaches as far back as the longest and
+    padding tokens are rows like the others (what static and dynamic batching do), or without any padding.
+    """
+
+    kv_block_bytes = 1
+    kv_format = "nothing"
+
+    def __init__(self, times: StepTimes, longest_output: int, *, padded: bool) -> None:
+        self.vocab_size = 1 + max(longest_output, FILLER_TOKEN)
+        self.now_ms = 0.0
+        self._times = times
+        self._padded = padded
+
+    def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> list[RowOutput]:
+        self.now_ms += self.step_ms(rows, padding_tokens)
+        return [
+            RowOutput() if row.sample is None else RowOutput(token_id=max(row.token_ids[-1] - 1, END_TOKEN))
+            for row in rows
+        ]
+
+    def step_ms(self, rows: Sequence[Row], padding_tokens: int) -> float:
+        """How long a step of these rows takes."""
+        longest = max((row.start for row in rows), default=0) if self._padded else 0
+        prefills: list[Prefill] = []
+        decodes: list[int] = []
+        for row in rows:
+            if len(row.token_ids) == 1:
+                decodes.append(max(row.start, longest))
+            else:
+                prefills.append(Prefill(len(row.token_ids), max(row.start, longest)))
+        # Padding tokens reach as far back as all others. Beside prompts they are the rest of a rectangle's rows.
+        width = max((p.tokens for p in prefills), default=1)
+        whole, rest = divmod(padding_tokens, width)
+        if width > 1:
+            prefills.extend([Prefill(width, longest)] * whole + [Prefill(rest, longest)] * bool(rest))
+        else:
+            decodes.extend([longest] * whole)
+        return device_ms(self._times, prefills, decodes) + host_ms(len(rows))
+
+    def copy_block(self, source: int, target: int) -> None:
+        """There is nothing in a block."""
+
+    def save_blocks(self, blocks: Sequence[int]) -> memoryview:
+        return memoryview(bytes(len(blocks)))
+
+    def load_blocks(self, blocks: Sequence[int], saved: memoryview) -> None:
+        """There is nothing in a block."""

@@ -1,0 +1,104 @@
+"""How long one step takes on an A100: a pure function of what is in it.
+
+Owns: the form of the model and the reading of its data (a100/step_time.json, see the README there). Imports nothing of
+ours. The step's time on the device is
+
+    base(new tokens) + a x contexts + b x pairs + c x decoding sequences
+
+where `base` is interpolated between 13 knots and goes on in a straight line beyond the last; contexts are the tokens
+before the new ones, whose keys and values are read; pairs are those of a prompt's token and another that it attends to,
+n^2 / 2 for a whole prompt and n^2 / 2 + n x context for a chunk of one. What the host adds is a term of its own.
+
+Invariant: of two steps with the same tokens, the one with the longer contexts takes longer. (In the number of tokens the
+data themselves are not monotone: kernels are faster at 256 tokens than at 192.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+DATA = Path(__file__).parent / "a100"
+
+
+class Prefill(NamedTuple):
+    """A prompt, or a chunk of one: `tokens` new ones behind `context_tokens` that were run before."""
+
+    tokens: int
+    context_tokens: int = 0
+
+
+class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model on one A100."""
+
+    held_out_mean_absolute_error: float
+    """Of the fit, relative, on points that it was not made from."""
+    weights_bytes: int
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    """Positions whose keys and values fit beside the weights."""
+    tokens: tuple[int, ...]
+    """The knots: new tokens of a step, ascending."""
+    ms: tuple[float, ...]
+    """Time of a step of so many new tokens without context."""
+    ms_per_context_token: float
+    ms_per_prefill_pair: float
+    ms_per_decode: float
+
+
+class A100(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of step_time.json."""
+
+    device: str
+    dtype: str
+    source: str
+    form: str
+    host_overhead_ms_per_step: float
+    host_overhead_ms_per_request: float
+    host_overhead_source: str
+    models: dict[str, StepTimes]
+
+
+@cache
+def a100() -> A100:
+    return msgspec.json.decode((DATA / "step_time.json").read_bytes(), type=A100)
+
+
+def device_ms(times: StepTimes, prefills: Sequence[Prefill], decode_contexts: Sequence[int]) -> float:
+    """Time of one step on the device; `decode_contexts` has the tokens before the new one of each decoding sequence.
+
+    Nothing to run takes no time.
+    """
+    tokens = sum(p.tokens for p in prefills) + len(decode_contexts)
+    if not tokens:
+        return 0.0
+    contexts = sum(decode_contexts) + sum(p.context_tokens for p in prefills)
+    pairs = sum(p.tokens * (p.tokens / 2 + p.context_tokens) for p in prefills)
+    return (
+        _base_ms(times, tokens)
+        + times.ms_per_context_token * contexts
+        + times.ms_per_prefill_pair * pairs
+        + times.ms_per_decode * len(decode_contexts)
+    )
+
+
+def host_ms(requests: int) -> float:
+    """What the host adds to a step of so many requests."""
+    return a100().host_overhead_ms_per_step + a100().host_overhead_ms_per_request * requests
+
+
+def step_ms(times: StepTimes, prefills: Sequence[Prefill], decode_contexts: Sequence[int]) -> float:
+    """Device and host, one after the other."""
+    return device_ms(times, prefills, decode_contexts) + host_ms(len(prefills) + len(decode_contexts))
+
+
+def _base_ms(times: StepTimes, tokens: int) -> float:
+    right = min(max(bisect_right(times.tokens, tokens), 1), len(times.tokens) - 1)
+    x0, x1 = times.tokens[right - 1], times.tokens[right]
+    y0, y1 = times.ms[right - 1], times.ms[right]
+    return y0 + (tokens - x0) * (y1 - y0) / (x1 - x0)
