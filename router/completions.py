@@ -58,7 +58,7 @@ class Core(Protocol):
 
     def submit(self, members: Sequence[tuple[Request, Stream]]) -> None: ...
 
-    def cancel(self, request_id: RequestId) -> None: ...
+    def cancel(self, *request_ids: RequestId) -> None: ...
 
 
 class Completions:
@@ -162,8 +162,7 @@ class Completions:
 
     def _cancel(self, requests: Sequence[Request]) -> None:
         """End what has not ended."""
-        for request in requests:
-            self._core.cancel(request.request_id)
+        self._core.cancel(*(request.request_id for request in requests))
 
 
 async def _streamed(choices: Choices, writer: ReplyWriter, reply: _Reply) -> None:

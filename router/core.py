@@ -130,11 +130,13 @@ class RouterCore:
             self._enqueue(live, now_s)
         self._pump(now_s)
 
-    def cancel(self, request_id: RequestId) -> None:
-        """The client is gone. A request that has ended already is left alone."""
-        live = self._live.get(request_id)
-        if live is not None:
+    def cancel(self, *request_ids: RequestId) -> None:
+        """The client is gone. All end before any room is given away, or one would be sent to a replica in the place of
+        another. What has ended already is left alone."""
+        lives = [live for request_id in request_ids if (live := self._live.get(request_id)) is not None]
+        for live in lives:
             self._finalize(live, Outcome.CANCELLED)
+        if lives:
             self._pump(self.clock.monotonic())
 
     def begin_drain(self) -> None:

@@ -56,7 +56,7 @@ class Alignment:
         self._codec = codec
         self._end_ids = end_ids
         self._prompt_ids = prompt_ids
-        self._echo_chars = len(echo)
+        self._echo = echo
         self._detokenizer = codec.detokenizer()
         self._known_chars = 0
         """Of the output: what its tokens have made certain."""
@@ -89,19 +89,24 @@ class Alignment:
         return entries
 
     def _push(self, token_id: int, score: TokenLogprob) -> None:
-        entry = Entry(token_id, self._echo_chars + self._known_chars, score)
+        entry = Entry(token_id, len(self._echo) + self._known_chars, score)
         self._known_chars += len(self._detokenizer.push(token_id))
         # Where it ends in half a character, it waits for the whole of it.
         self._waiting.append((self._known_chars + self._detokenizer.holding, entry))
 
     def _prompt(self, logprobs: Iterable[TokenLogprob]) -> list[Entry]:
-        """The prompt's entries. Where its tokens do not read as the text that it was given as (a tokenizer may
-        normalise), offsets are those of the tokens, within the text."""
+        """The prompt's entries. A special token takes up as much of the text as is written of it there. Where other
+        tokens do not read as the text that they were given as (a tokenizer may normalise), offsets are those of the
+        tokens, within the text."""
         detokenizer, chars = self._codec.detokenizer(), 0
         entries = []
         for token_id, score in zip(self._prompt_ids, chain((None,), logprobs), strict=True):
-            entries.append(Entry(token_id, min(chars, self._echo_chars), score))
-            chars += len(detokenizer.push(token_id))
+            entries.append(Entry(token_id, min(chars, len(self._echo)), score))
+            written = self._codec.special(token_id)
+            if written and self._echo.startswith(written, chars):
+                chars += len(written)
+            else:
+                chars += len(detokenizer.push(token_id))
         return entries
 
 

@@ -31,6 +31,8 @@ class Ran:
     """They fail when they are run alone."""
     shed: list[int] = field(default_factory=list)
     """Left out because the batch did not fit in memory with them; in that order."""
+    error: Exception | None = None
+    """What the backend raised last."""
 
 
 def run_batch(backend: Backend, rows: Sequence[Row], last_first: Sequence[int], padding_tokens: int = 0) -> Ran:
@@ -46,6 +48,7 @@ def run_batch(backend: Backend, rows: Sequence[Row], last_first: Sequence[int], 
         try:
             ran.outputs.update(zip(kept, _run(backend, [rows[i] for i in kept], padding_tokens), strict=True))
         except OutOfMemoryError as error:
+            ran.error = error
             if len(kept) == 1:
                 ran.failed[kept[0]] = error
                 return ran
@@ -55,6 +58,7 @@ def run_batch(backend: Backend, rows: Sequence[Row], last_first: Sequence[int], 
             ran.shed.append(shed)
         except Exception as error:
             log.error("the backend failed on a batch of %d rows", len(kept), exc_info=error)
+            ran.error = error
             _run_apart(backend, rows, kept, error, ran)
             return ran
         else:
@@ -74,6 +78,7 @@ def _run_apart(backend: Backend, rows: Sequence[Row], suspects: list[int], error
         try:
             ran.outputs.update(zip(part, _run(backend, [rows[i] for i in part], 0), strict=True))
         except Exception as failure:
+            ran.error = failure
             if len(part) == 1:
                 log.warning("a row fails alone", exc_info=failure)
                 ran.failed[part[0]] = failure

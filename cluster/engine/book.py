@@ -26,8 +26,10 @@ class Book:
         self.running = Line()
         self.frozen: dict[Identity, Live] = {}
         """Live, kept with their keys and values, and out of scheduling until a move is done or cancelled."""
-        self.ended: list[TokenDelta] = []
+        self.ended: dict[Identity, TokenDelta] = {}
         """Ends that came about outside a step; the next result carries them."""
+        self.changes = 0
+        """Rises whenever one comes, goes, is frozen or thawed."""
         self.siblings = Siblings()
         self._order = order
 
@@ -40,9 +42,20 @@ class Book:
 
     def add(self, live: Live) -> None:
         """A new one; it waits."""
+        self.changes += 1
         self.live[live.state.identity] = live
         self.wait(live)
         self.siblings.join(live)
+
+    def end(self, delta: TokenDelta) -> None:
+        """An attempt that is live no more, or never was, has ended so."""
+        self.ended[delta.request_id, delta.attempt] = delta
+
+    def take_ended(self) -> list[TokenDelta]:
+        """The ends that are still to be told, once."""
+        ended = list(self.ended.values())
+        self.ended.clear()
+        return ended
 
     def wait(self, live: Live) -> None:
         """One that stands in no line joins those that wait, at its place."""
@@ -70,6 +83,8 @@ class Book:
         self.running.grow(state, blocks)
 
     def freeze(self, live: Live) -> None:
+        """Out of its line, with all that it holds."""
+        self.changes += 1
         self.leave_line(live)
         live.state.running = False
         self.siblings.leave(live)
@@ -77,12 +92,14 @@ class Book:
 
     def thaw(self, live: Live) -> None:
         """Back at its place among those that wait."""
+        self.changes += 1
         del self.frozen[live.state.identity]
         self.wait(live)
         self.siblings.join(live)
 
     def remove(self, live: Live) -> None:
         """It is live no more, wherever it stood. Its blocks are given back afterwards."""
+        self.changes += 1
         identity = live.state.identity
         if self.frozen.pop(identity, None) is None:
             self.leave_line(live)

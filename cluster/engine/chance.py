@@ -18,8 +18,8 @@ _SCALE = 2.0**-53
 def uniform(seed: int, choice: int, token_index: int) -> float:
     """The number in [0, 1) that draws output token `token_index` of a choice.
 
-    XXH64 (seed 0) over the three numbers as little-endian unsigned 64-bit words (a negative seed in two's complement);
+    XXH64 (seed 0) over the three numbers as little-endian unsigned 64-bit words (negative ones in two's complement);
     its upper 53 bits, times 2**-53. All of it is exact, hence the same on every machine.
     """
-    digest = xxhash.xxh64_intdigest(_KEY.pack(seed & _MASK, choice, token_index))
+    digest = xxhash.xxh64_intdigest(_KEY.pack(seed & _MASK, choice & _MASK, token_index))
     return (digest >> 11) * _SCALE

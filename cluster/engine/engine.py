@@ -25,7 +25,7 @@ from cluster.engine.live import Live
 from cluster.engine.moves import Moves
 from cluster.engine.scheduling.choose import order_for, planner_for
 from cluster.engine.scheduling.plan import Admission, Chunk, Cost, Preemption, StepPlan, View
-from cluster.engine.scheduling.sequence import Identity
+from cluster.engine.scheduling.sequence import Identity, SequenceState
 from cluster.engine.text import TextCodec
 from cluster.ports import Backend, Row, RowOutput, StepResult
 from cluster.types import (
@@ -99,7 +99,7 @@ class Engine:
         self.moves = Moves(config, self._book, self._memory, self._intake, backend)
         self._failures_in_a_row = 0
         self._batch_rows = 0
-        self._stuck: tuple[int, ...] | None = None
+        self._stuck: tuple[int, int] | None = None
         """The situation in which a plan could run nothing."""
         self._count = _Counters()
 
@@ -119,7 +119,7 @@ class Engine:
     def holds(self, identity: Identity) -> bool:
         """Whether an attempt is here: live, arriving, or with an end that is still to be told."""
         book = self._book
-        return identity in book.live or identity in self.moves or any(_names(d) == identity for d in book.ended)
+        return identity in book.live or identity in self.moves or identity in book.ended
 
     def add(self, request: Request, attempt: int) -> Refusal | None:
         """Take a request; a repeat of an attempt that is here is ignored.
@@ -131,14 +131,13 @@ class Engine:
             A FULL refusal if `max_held` requests are held.
         """
         self.adds_total += 1
-        identity = (request.request_id, attempt)
-        if identity in self._book.live or identity in self.moves:
+        if self.holds((request.request_id, attempt)):
             return None
         if len(self._book) + len(self.moves) >= self.config.max_held:
             return Refusal(request.request_id, attempt, RefusalReason.FULL)
         taken = self._intake.take(request, attempt)
         if isinstance(taken, TokenDelta):
-            self._book.ended.append(taken)
+            self._book.end(taken)
         else:
             self._book.add(taken)
         return None
@@ -150,14 +149,14 @@ class Engine:
         if live is None:
             return self.moves.import_abort(request_id, attempt)
         self._remove(live)
-        self._book.ended.append(live.end(FinishReason.ABORT))
+        self._book.end(live.end(FinishReason.ABORT))
         return True
 
     def step(self) -> StepResult:
         """Plan, carry out, run and commit one step; without work, only tell what ended since the last one.
 
         Requests that make the backend raise end with ERROR, each for itself; what did not fit in memory is preempted
-        (see batch_run.py).
+        (see batch_run.py); keys and values that the backend fails to copy are computed again.
 
         Raises:
             EngineBrokenError: nothing could be run in three steps in a row. Nothing is said of the last batch: its
@@ -165,21 +164,22 @@ class Engine:
             IntegrityError: book-keeping contradicts itself.
         """
         book = self._book
-        deltas, book.ended = book.ended, []
+        deltas = book.take_ended()
         preempted: list[Preempted] = []
         if not book.running.items:
             self._batch_rows = 0
         if book.waiting.items or book.running.items:
             plan = self._planner(self._view(), self._limits.config, self._order)
             preempted.extend(self._preempt(p) for p in plan.preempted)
-            self._admit(plan.admitted)
+            kept_out = self._admit(plan.admitted)
             self._note(plan)
-            if plan.chunks:
-                parts = self._parts(plan.chunks)
+            chunks = [chunk for chunk in plan.chunks if chunk.sequence not in kept_out]
+            if chunks:
+                parts = self._parts(chunks)
                 ran = self._run(parts, plan.padding_tokens)
                 preempted.extend(self._shed(parts, ran))
                 deltas.extend(self._commit(parts, ran))
-            elif not preempted:
+            elif not preempted and not kept_out:
                 self._wait_for_moves()
         return StepResult(load=self.load(), deltas=tuple(deltas), preempted=tuple(preempted))
 
@@ -227,7 +227,7 @@ class Engine:
             unheld_blocks=lambda state: memory.unheld_blocks(book.of(state)),
             batch_rows=self._batch_rows,
             paused=book.waiting.holding,
-            released=memory.released_blocks,
+            shared=memory.shared_blocks,
         )
 
     def _preempt(self, preemption: Preemption) -> Preempted:
@@ -242,12 +242,14 @@ class Engine:
                 pass
             case PreemptionMeans.SWAP:
                 blocks_freed = self._memory.swap_out(live)
+                if state.computed < computed:  # the backend failed to copy it
+                    means = PreemptionMeans.RECOMPUTE
             case PreemptionMeans.RECOMPUTE:
                 blocks_freed = self._memory.drop(live)
-                if urgent is not None:
-                    state.pushed_out += 1
             case _:
                 assert_never(means)
+        if means is PreemptionMeans.RECOMPUTE and urgent is not None:
+            state.pushed_out += 1
         self._book.wait(live)
         if not state.blocks:
             self._book.siblings.lost_blocks(live)
@@ -262,15 +264,25 @@ class Engine:
             means,
         )
 
-    def _admit(self, admissions: Sequence[Admission]) -> None:
-        """All take what they share before any takes fresh blocks, which could be the very blocks of a prefix."""
+    def _admit(self, admissions: Sequence[Admission]) -> set[SequenceState]:
+        """All take what they share before any takes fresh blocks, which could be the very blocks of a prefix.
+
+        Returns:
+            Those that must wait on, for the backend failed to copy what they were to begin with. They compute it.
+        """
+        kept_out: set[SequenceState] = set()
         lives = [self._book.of(a.sequence) for a in admissions]
         for live, admission in zip(lives, admissions, strict=True):
             self._book.leave_line(live)
             self._memory.share(live, admission)
         for live, admission in zip(lives, admissions, strict=True):
-            self._memory.fill(live, admission)
-            self._book.run(live)
+            if self._memory.fill(live, admission):
+                self._book.run(live)
+            else:
+                kept_out.add(live.state)
+                self._book.wait(live)
+                self._book.siblings.leave(live)
+        return kept_out
 
     def _note(self, plan: StepPlan) -> None:
         self._batch_rows = max(self._batch_rows, len(self._book.running))
@@ -288,9 +300,9 @@ class Engine:
             raise IntegrityError("there is work and the plan runs none of it")
         self._stuck = self._situation()
 
-    def _situation(self) -> tuple[int, ...]:
-        """Equal as long as nothing has happened that could let a plan do more."""
-        return self.pool.epoch, self.adds_total, len(self._book.frozen), len(self._book.live)
+    def _situation(self) -> tuple[int, int]:
+        """Equal as long as nothing has happened that could let a plan do more: no block freed, nobody come or gone."""
+        return self.pool.epoch, self._book.changes
 
     def _parts(self, chunks: Sequence[Chunk]) -> list[_Part]:
         parts: list[_Part] = []
@@ -317,10 +329,9 @@ class Engine:
             return ran
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= FAILURES_IN_A_ROW_MAX:
-            error = next(iter(ran.failed.values()))
             raise EngineBrokenError(
-                f"the backend failed in {self._failures_in_a_row} steps in a row: {error!r}"
-            ) from error
+                f"the backend failed in {self._failures_in_a_row} steps in a row: {ran.error!r}"
+            ) from ran.error
         return ran
 
     def _shed(self, parts: Sequence[_Part], ran: Ran) -> list[Preempted]:
@@ -384,7 +395,3 @@ class Engine:
     def _remove(self, live: Live) -> None:
         self._book.remove(live)
         self._memory.drop(live)
-
-
-def _names(delta: TokenDelta) -> Identity:
-    return delta.request_id, delta.attempt

@@ -6,6 +6,7 @@ cluster.engine, never a backend. Invariant: whatever a request says, taking it r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from cluster.config import EngineConfig
@@ -30,9 +31,9 @@ class Intake:
 
         Returns:
             The end of a request that can never run here, or that has ended already: with ERROR for an empty prompt, for
-            a token id that the model does not have, in its tokens or in `logit_bias`, and for a prompt that leaves no
-            room for output in `max_model_len` (which the pool is known to hold); with what its `emitted_ids` end it
-            with; with LENGTH where nothing is to be generated and nothing to be scored.
+            a token id that the model does not have, in its tokens or in `logit_bias`, for a prompt that leaves no room
+            for output in `max_model_len` (which the pool is known to hold), and for an arrival that is no number; with
+            what its `emitted_ids` end it with; with LENGTH where nothing is to be generated and nothing to be scored.
         """
         if error := self._never_runs(request):
             return _ended(request, attempt, FinishReason.ERROR, error)
@@ -79,6 +80,8 @@ class Intake:
     def _never_runs(self, request: Request) -> str:
         """Why a request can never run here; empty if it can."""
         ids, vocab_size = request.prompt_ids, self._vocab_size
+        if not math.isfinite(request.arrived_unix_s):
+            return "the time of its arrival is no number, so that it has no place in any order"
         if not ids:
             return "the prompt has no tokens"
         if min(ids) < 0 or max(ids) >= vocab_size:

@@ -9,7 +9,7 @@ written to; `check_integrity` recomputes all of it from scratch and raises, in p
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -132,13 +132,10 @@ class BlockPool(Generic[K]):
         """Physical blocks of `key` in the order of its positions; empty if it holds none."""
         return self._tables.get(key, ())
 
-    def released(self, key: K, others: Collection[K]) -> int:
-        """How many blocks would become free if `key` gave up its own after `others` had given up theirs."""
-        refs, table = self._refs, self.table(key)
-        if not others:
-            return sum(refs[block] == 1 for block in table)
-        given = Counter(block for other in others for block in self.table(other))
-        return sum(refs[block] - given[block] == 1 for block in table)
+    def shared(self, key: K) -> list[tuple[int, int]]:
+        """(block, number of tables that it is in) of those blocks of `key` that are in others' tables too."""
+        refs = self._refs
+        return [(block, refs[block]) for block in self.table(key) if refs[block] > 1]
 
     def may_write(self, block: int) -> bool:
         """Whether its content is one sequence's own: in one table only, and not registered."""

@@ -3,12 +3,13 @@
 Owns: the block pool, what is swapped out to host memory, and every call that moves blocks. Imports cluster and
 cluster.engine, never a backend. Invariants: a request's keys and values are in its blocks, or in host memory, or nowhere
 (then `computed` is 0); `blocks`, `host_blocks` and `computed` of its state say so; nothing is written to a block that
-another request or the prefix cache counts on.
+another request or the prefix cache counts on; where the backend fails to copy, they are nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping
 
 from cluster.config import EngineConfig
 from cluster.engine.kv_cache import BlockPool, IntegrityError
@@ -16,6 +17,8 @@ from cluster.engine.live import Live
 from cluster.engine.scheduling.plan import Admission
 from cluster.engine.scheduling.sequence import Identity, SequenceState
 from cluster.ports import Backend
+
+log = logging.getLogger(__name__)
 
 
 class KvMemory:
@@ -46,9 +49,9 @@ class KvMemory:
         """How many of these nobody holds."""
         return self._look_up(live)[1]
 
-    def released_blocks(self, state: SequenceState, others: Collection[SequenceState]) -> int:
-        """Blocks that become free when it gives up its own, after `others` have given up theirs."""
-        return self.pool.released(state.identity, [other.identity for other in others])
+    def shared_blocks(self, state: SequenceState) -> list[tuple[int, int]]:
+        """Those of its blocks that others hold too, each with the number of all its holders."""
+        return self.pool.shared(state.identity)
 
     def _look_up(self, live: Live) -> tuple[int, int]:
         limit = self._limit(live)
@@ -89,21 +92,26 @@ class KvMemory:
         state.blocks = len(blocks)
         state.computed = len(blocks) * self._block_size
 
-    def fill(self, live: Live, admission: Admission) -> None:
-        """Second half: its fresh blocks, and what must be copied into them."""
+    def fill(self, live: Live, admission: Admission) -> bool:
+        """Second half: its fresh blocks, and what must be copied into them. False where the backend fails to copy: then
+        it has nothing any more, and is to compute all of it."""
         state, source = live.state, admission.source
         shares = source is not None or admission.cached > 0
         if shares:
             live.registered = state.computed // self._block_size
         self.grow(state, admission.blocks)
-        if state.host_blocks:
-            self._swap_in(state)
-        if source is not None and state.computed < state.prompt_tokens - 1:
-            index = state.computed // self._block_size
-            self._backend.copy_block(self.pool.table(source.identity)[index], self.pool.table(state.identity)[index])
-            state.computed = state.prompt_tokens - 1
+        try:
+            if state.host_blocks:
+                self._swap_in(state)
+            if source is not None and state.computed < state.prompt_tokens - 1:
+                self._copy_last(source, state)
+        except Exception as error:
+            log.error("keys and values could not be copied; they are computed again", exc_info=error)
+            self.drop(live)
+            return False
         if shares:
             self.hit_tokens_total += state.computed
+        return True
 
     def grow(self, state: SequenceState, blocks: int) -> None:
         """Give it more blocks; 0 gives none."""
@@ -112,7 +120,8 @@ class KvMemory:
             state.blocks += blocks
 
     def swap_out(self, live: Live) -> int:
-        """Copy what is computed to host memory and give the blocks back. Returns how many became free.
+        """Copy what is computed to host memory and give the blocks back. Returns how many became free. Where the backend
+        fails to copy, what is computed is dropped.
 
         Raises:
             IntegrityError: host memory has no room for it, or it holds no blocks.
@@ -122,7 +131,12 @@ class KvMemory:
         if blocks > self.host_blocks_free:
             raise IntegrityError(f"{blocks} blocks to be swapped out, room for {self.host_blocks_free}")
         if blocks:
-            self._saved[state.identity] = self._backend.save_blocks(self.pool.table(state.identity)[:blocks])
+            try:
+                saved = self._backend.save_blocks(self.pool.table(state.identity)[:blocks])
+            except Exception as error:
+                log.error("keys and values could not be swapped out; they are dropped", exc_info=error)
+                return self.drop(live)
+            self._saved[state.identity] = saved
             self._host_blocks_used += blocks
         freed = self.pool.free(state.identity)
         state.blocks, state.host_blocks, live.registered = 0, blocks, 0
@@ -167,9 +181,16 @@ class KvMemory:
 
     def _swap_in(self, state: SequenceState) -> None:
         table = self.pool.table(state.identity)[: state.host_blocks]
-        self._backend.load_blocks(table, self._saved.pop(state.identity))
+        self._backend.load_blocks(table, self._saved[state.identity])
+        del self._saved[state.identity]
         self._host_blocks_used -= state.host_blocks
         state.host_blocks = 0
+
+    def _copy_last(self, source: SequenceState, state: SequenceState) -> None:
+        """The block of the prompt that it shares only a part of, and will write to."""
+        index = state.computed // self._block_size
+        self._backend.copy_block(self.pool.table(source.identity)[index], self.pool.table(state.identity)[index])
+        state.computed = state.prompt_tokens - 1
 
     # --- to and from another engine ---
 

@@ -93,7 +93,7 @@ class Live:
     @property
     def only_scores(self) -> bool:
         """Whether it ends with its prompt's scores and draws nothing."""
-        return self.request.sampling.max_tokens == 0
+        return self.request.sampling.max_tokens <= 0
 
     def advance(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Append an output token. Returns the text that became certain with it and whether it ended the request."""

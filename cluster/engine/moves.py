@@ -138,7 +138,7 @@ class Moves:
         identity = (request_id, attempt)
         if kv_format != self._backend.kv_format:
             return ImportRefusal.KV_FORMAT
-        if identity in self._book.live or identity in self._imports:
+        if identity in self._book.live or identity in self._book.ended or identity in self._imports:
             return ImportRefusal.KNOWN
         if len(self._book) + len(self._imports) >= self._config.max_held:
             return ImportRefusal.FULL
@@ -185,7 +185,7 @@ class Moves:
         taken = self._intake.take(request, attempt)
         if isinstance(taken, TokenDelta):
             self._memory.pool.free(identity)
-            self._book.ended.append(taken)
+            self._book.end(taken)
         else:
             self._adopt(taken, state.computed_tokens, coming)
         return None

@@ -23,7 +23,7 @@ Tokens = Callable[[int, int], Sequence[int]]
 @lru_cache(maxsize=1024)
 def root(tenant: str) -> bytes:
     """The parent of a tenant's first blocks."""
-    return blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"prefix root").digest()
+    return blake2b(tenant.encode(errors="surrogatepass"), digest_size=HASH_BYTES, person=b"prefix root").digest()
 
 
 def extend(parent: bytes, token_ids: Sequence[int]) -> bytes:

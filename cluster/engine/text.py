@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -53,7 +53,9 @@ class TextCodec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._token_bytes = _token_bytes(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
-        self._skipped = frozenset(i for i, added in tokenizer.get_added_tokens_decoder().items() if added.special)
+        added = tokenizer.get_added_tokens_decoder()
+        self._skipped = {token_id: token.content for token_id, token in added.items() if token.special}
+        """Special tokens, as they are written."""
 
     @classmethod
     def from_file(cls, tokenizer_json: Path) -> TextCodec:
@@ -80,8 +82,8 @@ class TextCodec:
         token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return None
-        if token_id in self._skipped:
-            return token.encode()
+        if written := self.special(token_id):
+            return written.encode()
         if self._token_bytes is not None:
             return self._token_bytes[token_id]
         if byte := _BYTE_TOKEN.fullmatch(token):
@@ -89,6 +91,10 @@ class TextCodec:
         before = self._tokenizer.decode([self._letter])
         both = self._tokenizer.decode([self._letter, token_id])
         return both.removeprefix(before).encode()
+
+    def special(self, token_id: int) -> str:
+        """How a special token is written where a prompt names it; no text that is generated has it. Empty for others."""
+        return self._skipped.get(token_id, "")
 
     @cached_property
     def _letter(self) -> int:
@@ -159,7 +165,7 @@ class _WindowDetokenizer:
 
     __slots__ = ("_context", "_context_text", "_pending", "_skipped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: Container[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._context: list[int] = []

@@ -7,7 +7,8 @@ swapped out, and a plan is carried out on it block by block, so that no count of
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config import BatchingMode, EngineConfig
@@ -43,9 +44,9 @@ class Memory:
     def unheld_blocks(self, state: SequenceState) -> int:
         return len(set(self.cached.get(state, ())) - self.held())
 
-    def released(self, state: SequenceState, others: Collection[SequenceState]) -> int:
-        left = {b for s, table in self.tables.items() if s is not state and s not in others for b in table}
-        return len(set(self.tables[state]) - left)
+    def shared_blocks(self, state: SequenceState) -> list[tuple[int, int]]:
+        holders = Counter(b for table in self.tables.values() for b in table)
+        return [(b, holders[b]) for b in self.tables[state] if holders[b] > 1]
 
     def carry_out(self, plan: StepPlan, settings: EngineConfig) -> None:
         """As the engine would; fails where a block is taken that is not there."""
@@ -168,7 +169,7 @@ def random_scene(rng: random.Random, mode: BatchingMode, make_order: OrderMaker)
         memory.unheld_blocks,
         rng.randrange(len(running), slots + 3) if running else 0,
         rng.choice((None, [s for s in line if s in paused])),
-        memory.released,
+        memory.shared_blocks,
     )
     return Scene(view, settings, order, memory)
 
@@ -371,6 +372,9 @@ def _check_dynamic(scene: Scene, plan: StepPlan, after: set[SequenceState]) -> N
     size = scene.settings.block_size_tokens
     joining = {s for s in after if s.tokens - first_position(plan, s, size) > 1}
     assert set(plan.yielded) == (after - joining if joining else set()), "decodes run, or stand still, together"
+    if scene.view.running and all(s.tokens - s.computed == 1 for s in scene.view.running):
+        stood_still = any(s.yields for s in scene.view.running)
+        assert not (stood_still and plan.yielded), "decodes stand still for one batch of joiners after another"
     batch = joining or after
     assert {c.sequence for c in plan.chunks} <= batch
     _check_rectangle(scene, plan, batch, len(batch))

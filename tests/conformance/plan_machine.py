@@ -51,7 +51,7 @@ class Machine:
             self.memory.unheld_blocks,
             self.batch_rows,
             self.waiting.holding,
-            self.memory.released,
+            self.memory.shared_blocks,
         )
         plan = self.planner(view, self.settings, self.order)
         starts = {c.sequence: first_position(plan, c.sequence, self.settings.block_size_tokens) for c in plan.chunks}

@@ -373,6 +373,20 @@ def test_in_dynamic_batching_decodes_stand_still_for_the_joiners_padded_prompts(
     assert not plan.padding_tokens
 
 
+def test_in_dynamic_batching_a_stream_that_ends_with_its_first_tokens_lets_decodes_run_every_other_step() -> None:
+    machine = Machine(config(mode=BatchingMode.DYNAMIC, order=OrderName.FCFS, blocks=64, max_model_len=64))
+    first = literal("first", 2, 30)
+    machine.add(first)
+    machine.step()
+    for n in range(80):
+        machine.add(literal(f"r{n}", 4, 1, arrived=1.0 + n))
+    for _ in range(20):
+        before = first.tokens
+        machine.step()
+        machine.step()
+        assert first.tokens == before + 1
+
+
 def test_in_continuous_batching_no_decode_stands_still_for_two_steps_and_an_urgent_prompt_gets_half_the_budget() -> (
     None
 ):

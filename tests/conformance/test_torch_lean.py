@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -27,12 +28,12 @@ from transformers import (
 
 from cluster.config import DType
 from cluster.engine.torch.cpu.attention import CpuStep
-from cluster.engine.torch.decoder import Decoder
+from cluster.engine.torch.decoder import DTYPES, Decoder
 from cluster.engine.torch.layout import lay_out
 from cluster.engine.torch.loading import load_decoder, load_lean, load_with_transformers
 from cluster.engine.torch.paged_cache import PagedCache
 from cluster.model import ModelFolder
-from cluster.ports import Row
+from cluster.ports import Row, SampleSpec
 from tests.tiny_model import make_tiny_llama
 
 MAX_LEN = 256
@@ -141,6 +142,48 @@ def test_both_decoders_give_the_logits_of_transformers(kind: str, tmp_path: Path
         torch.testing.assert_close(logits(decoder, ROWS, torch.float32), expected, atol=1e-4, rtol=1e-4)
 
 
+@torch.inference_mode()
+def last_logits(decoder: Decoder, chunks: tuple[int, ...], beside: list[list[Row]], dtype: torch.dtype) -> torch.Tensor:
+    """Of the last of a sequence's tokens, run in `chunks`; `beside[i]` are rows of others in the same step."""
+    cache = PagedCache(decoder.shapes, 64, 16, dtype, torch.device("cpu"))
+    token_ids, table, start = [(7 * i) % 96 for i in range(sum(chunks))], (11, 3, 17, 5, 2), 0
+    out = torch.empty(0)
+    for chunk, others in zip(chunks, beside, strict=True):
+        part = tuple(token_ids[start : start + chunk])
+        layout = lay_out([Row(part, start, table, SampleSpec(temperature=0.0)), *others], 16, padding_tokens=0)
+        out = decoder.logits(
+            torch.tensor(layout.token_ids),
+            torch.tensor(layout.positions),
+            torch.tensor(layout.kept),
+            CpuStep(cache, layout),
+        ).clone()
+        start += chunk
+    return out[0]
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("kind", FAMILY)
+def test_logits_are_the_same_to_the_last_bit_however_a_sequence_is_cut_and_whatever_runs_beside_it(
+    kind: str, dtype: DType, tmp_path: Path, tiny_model: ModelFolder
+) -> None:
+    """So what is preempted, moved or continued elsewhere goes on as if it had been undisturbed, by chance as well."""
+    folder, _ = saved(kind, tmp_path, tiny_model)
+    lean = load_lean(folder, dtype, MAX_LEN)
+    assert lean is not None
+    kept = SampleSpec(temperature=0.0)
+    decodes = [Row((i,), 0, (20 + i,), kept) for i in range(1, 20)]
+    chunk = [Row(tuple(range(30)), 0, (50, 51), kept)]
+    ways = {
+        "whole": ((71,), [[]]),
+        "token by token": ((1,) * 71, [[]] * 71),
+        "in chunks": ((17, 1, 2, 33, 18), [[], chunk, decodes, [*decodes, *chunk], []]),
+        "beside others": ((70, 1), [[], [*decodes, *chunk]]),
+        "in a chunk beside others": ((1, 70), [[], [*decodes, *chunk]]),
+    }
+    found = {way: last_logits(lean, chunks, beside, DTYPES[dtype]) for way, (chunks, beside) in ways.items()}
+    assert [way for way, bits in found.items() if not torch.equal(bits, found["whole"])] == []
+
+
 @pytest.mark.parametrize("kind", FAMILY)
 def test_bfloat16_is_no_further_from_float32_than_transformers_own(
     kind: str, tmp_path: Path, tiny_model: ModelFolder
@@ -173,6 +216,19 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_own(
         {"model_type": "mistral"},  # whose window, where none is named, is 4,096
         {"model_type": "qwen2", "attention_bias": True},
         {"layer_types": ["linear_attention"] * 4},
+        {"rope_parameters": PLAIN_ROPE, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 0},
+        {"rms_norm_eps": "1e-5"},
+        {"rms_norm_eps": math.inf},
+        {"num_hidden_layers": 4.0},
+        {"num_hidden_layers": 10**12},
+        {"num_key_value_heads": 0},
+        {"head_dim": 0},
+        {"attention_bias": "false"},
+        {"model_type": "mistral", "sliding_window": 0},
+        {"model_type": "mistral", "sliding_window": 8.5},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2},  # a window of 4,096
+        {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4},  # without one
     ],
     ids=str,
 )
@@ -182,6 +238,26 @@ def test_settings_that_are_not_known_in_full_are_left_to_transformers(tmp_path: 
     settings = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(settings | changes))
     assert load_lean(ModelFolder.open(tmp_path), DType.FLOAT32, MAX_LEN) is None
+
+
+def test_weights_in_parts_are_read_as_one_and_a_tensor_in_two_of_them_is_left_to_transformers(tmp_path: Path) -> None:
+    whole, parts = make_tiny_llama(tmp_path / "whole"), make_tiny_llama(tmp_path / "parts")
+    weights: dict[str, Any] = load_file(parts.path / "model.safetensors")
+    (parts.path / "model.safetensors").unlink()
+    names = sorted(weights)
+    files = {f"model-0000{n + 1}-of-00002.safetensors": names[n::2] for n in range(2)}
+    for file, inside in files.items():
+        save_file({name: weights[name] for name in inside}, parts.path / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, inside in files.items() for name in inside}}
+    (parts.path / "model.safetensors.index.json").write_text(json.dumps(index))
+    decoders = [load_lean(ModelFolder.open(folder.path), DType.FLOAT32, MAX_LEN) for folder in (whole, parts)]
+    assert decoders[0] is not None
+    assert decoders[1] is not None
+    first, second = (logits(decoder, ROWS, torch.float32) for decoder in decoders if decoder is not None)
+    assert torch.equal(first, second)
+    stale = {name: weights[name] for name in files["model-00001-of-00002.safetensors"]} | {names[1]: weights[names[1]]}
+    save_file(stale, parts.path / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
+    assert load_lean(ModelFolder.open(parts.path), DType.FLOAT32, MAX_LEN) is None
 
 
 @pytest.mark.parametrize("change", ["missing", "too many", "shape", "integers", "cut off"])
@@ -214,6 +290,13 @@ def test_token_ids_and_positions_outside_of_the_model_are_refused(tiny_model: Mo
                 torch.tensor([0]),
                 None,  # type: ignore[arg-type]
             )
+
+
+def test_logits_of_tokens_that_the_step_does_not_have_are_refused(tiny_model: ModelFolder) -> None:
+    decoder = load_decoder(tiny_model, DType.FLOAT32, 8)
+    for kept in (1, -1):
+        with pytest.raises(IndexError, match="kept"):
+            decoder.logits(torch.tensor([1]), torch.tensor([0]), torch.tensor([kept]), None)  # type: ignore[arg-type]
 
 
 def test_a_model_of_the_family_is_loaded_without_importing_transformers(tiny_model: ModelFolder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     MambaConfig,
@@ -34,7 +36,7 @@ from cluster.config import EngineConfig
 from cluster.engine.torch.backend import TorchBackend
 from cluster.engine.torch.hf_attention import ShapeProbe, UnsupportedAttentionError, paged_attention
 from cluster.model import ModelFolder, ModelFolderError
-from tests.tiny_model import make_tiny_llama
+from tests.tiny_model import make_tiny_gpt2, make_tiny_llama
 
 CONFIG = EngineConfig(slots=4, step_token_budget=16, block_size_tokens=4, blocks=64, max_model_len=256)
 
@@ -193,6 +195,63 @@ def test_weights_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     assert "cannot be loaded" in refusal(model)
+
+
+ODD: list[Any] = [0, -1, 2**31, 2**63, 10**30, 1.5, True, "8", [], {}, math.inf, math.nan]
+SIZES = [
+    "num_key_value_heads",
+    "num_attention_heads",
+    "hidden_size",
+    "head_dim",
+    "intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_that_are_none_or_do_not_fit_the_weights_are_refused(tmp_path: Path, size: str) -> None:
+    """In one line, and before memory is taken for them."""
+    make_tiny_llama(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_bytes())
+    for odd in ODD:
+        (tmp_path / "config.json").write_text(json.dumps(settings | {size: odd}))
+        with pytest.raises(ModelFolderError) as caught:
+            TorchBackend(ModelFolder.open(tmp_path), CONFIG)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["rope_scaling", "rope_parameters", "layer_types", "hidden_act", "model_type"])
+def test_settings_of_another_type_are_refused(tmp_path: Path, setting: str) -> None:
+    make_tiny_llama(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_bytes())
+    for odd in (-1, 1.5, "x", ["x"]):
+        (tmp_path / "config.json").write_text(json.dumps(settings | {setting: odd}))
+        with pytest.raises(ModelFolderError) as caught:
+            TorchBackend(ModelFolder.open(tmp_path), CONFIG)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_sees_nothing_is_refused(tmp_path: Path, window: int) -> None:
+    model = make_tiny_llama(tmp_path, model_type="mistral", sliding_window=window)
+    assert f"a window of {window} in layer 0" in refusal(model)
+
+
+def test_a_model_that_looks_into_its_linear_layers_is_refused(
+    tmp_path: Path, tiny_model: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are packed; a weight is nowhere in them."""
+    forward = GPT2LMHeadModel.forward
+    monkeypatch.setattr(
+        GPT2LMHeadModel,
+        "forward",
+        lambda self, input_ids=None, position_ids=None, logits_to_keep=0, **rest: (
+            self.lm_head.weight
+            and forward(self, input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, **rest)
+        ),
+    )
+    assert "cannot run one token" in refusal(make_tiny_gpt2(tmp_path))
 
 
 def test_refusals_leave_no_thread_setting_behind() -> None:

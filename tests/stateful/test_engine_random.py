@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from cluster.config import BatchingMode, EngineConfig, Order, WithinClass
 from cluster.engine.scheduling.sequence import SequenceState
 from cluster.types import FinishReason, PreemptionMeans
+from tests.conformance.arithmetic_backend import ArithmeticBackend
 from tests.conformance.engine_kit import Output, backend_for, config, engine, gather, request, undisturbed
 from tests.stateful.permute import permute_blocks
-from tests.stateful.world import World, any_request
+from tests.stateful.world import World, any_request, unreliable
 
 PHASES = ("queued", "prefill", "decode")
 
@@ -111,12 +113,14 @@ def tiny_settings(rng: random.Random) -> EngineConfig:
     )
 
 
-def walk(deeds: int, seed: int) -> Counter[str]:
+def walk(
+    deeds: int, seed: int, make_backend: Callable[[EngineConfig], ArithmeticBackend] = backend_for
+) -> Counter[str]:
     """So many random deeds, in episodes of other settings each. Returns how often what happened."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
     for start in range(0, deeds, EPISODE_DEEDS):
-        world = World(tiny_settings(rng))
+        world = World(tiny_settings(rng), make_backend)
         for n in range(min(EPISODE_DEEDS, deeds - start)):
             on, live = rng.randrange(2), sorted(world.at)
             what = rng.choices(("step", "add", "abort", "preempt", "move", "shuffle"), (60, 12, 3, 8, 15, 2))[0]
@@ -152,6 +156,11 @@ def walk(deeds: int, seed: int) -> Counter[str]:
 def test_a_random_walk_through_all_deeds_holds_every_law() -> None:
     seen = walk(2_500, seed=1)
     assert min(seen[what] for what in ("moved", "preempted", "hit_tokens", "padding_tokens", "copies")) > 0, seen
+
+
+def test_a_random_walk_where_every_third_copy_of_blocks_fails_holds_every_law() -> None:
+    seen = walk(2_500, seed=3, make_backend=unreliable)
+    assert min(seen[what] for what in ("moved", "preempted", "copies", PreemptionMeans.SWAP)) > 0, seen
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ test's: hypothesis, or a seeded generator.
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.config import EngineConfig
@@ -14,7 +16,18 @@ from cluster.engine.engine import Engine
 from cluster.engine.live import Live
 from cluster.engine.scheduling.plan import Preemption
 from cluster.types import EngineState, FinishReason, PreemptionMeans, Request, RequestId
-from tests.conformance.engine_kit import Output, backend_for, begins, engine, prompt_of, request, same, undisturbed
+from tests.conformance.arithmetic_backend import ArithmeticBackend
+from tests.conformance.engine_kit import (
+    Output,
+    backend_for,
+    begins,
+    engine,
+    prompt_of,
+    request,
+    same,
+    undisturbed,
+    vocab_size,
+)
 from tests.stateful.permute import permute_blocks
 
 TENANTS = ("acme", "zeta")
@@ -33,12 +46,47 @@ class Move:
     """Once it is frozen."""
 
 
+class CopyError(RuntimeError):
+    """Blocks could not be copied."""
+
+
+class Unreliable(ArithmeticBackend):
+    """Every third copy of blocks fails, half-way where something is written."""
+
+    calls = 0
+
+    def copy_block(self, source: int, target: int) -> None:
+        super().copy_block(source, target)
+        self._may_fail()
+
+    def save_blocks(self, blocks: Sequence[int]) -> memoryview:
+        self._may_fail()
+        return super().save_blocks(blocks)
+
+    def load_blocks(self, blocks: Sequence[int], saved: memoryview) -> None:
+        some = len(blocks) // 2
+        super().load_blocks(blocks[:some], saved[: some * self.kv_block_bytes])
+        self._may_fail()
+        super().load_blocks(blocks, saved)
+
+    def _may_fail(self) -> None:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise CopyError
+
+
+def unreliable(settings: EngineConfig) -> Unreliable:
+    return Unreliable(settings.blocks, settings.block_size_tokens, vocab_size())
+
+
 class World:
     """Engines 0 and 1. Each deed checks the books of both; each token that is told is put to its request's output."""
 
-    def __init__(self, settings: EngineConfig) -> None:
+    def __init__(
+        self, settings: EngineConfig, make_backend: Callable[[EngineConfig], ArithmeticBackend] = backend_for
+    ) -> None:
         self.settings = settings
-        self.backends = [backend_for(settings), backend_for(settings)]
+        self.backends = [make_backend(settings), make_backend(settings)]
         self.engines: list[Engine] = [engine(settings, backend) for backend in self.backends]
         self.requests: dict[str, Request] = {}
         self.at: dict[str, tuple[int, int]] = {}
@@ -165,13 +213,14 @@ class World:
         return means is PreemptionMeans.RECOMPUTE or 0 < state.blocks <= on.load().host_blocks_free
 
     def _send(self, request_id: RequestId, attempt: int, move: Move) -> None:
-        """What is final is sent; where the target has no room for it, it goes without."""
+        """What is final is sent; where the target has no room for it, or it cannot be copied, it goes without."""
         source, target = self.engines[move.source].moves, self.engines[move.target].moves
         count = source.exportable_blocks(request_id, attempt) - move.sent
         if count > 0:
-            data = source.export_blocks(request_id, attempt, move.sent, count)
-            if target.import_blocks(request_id, move.attempt, move.sent, data) is None:
-                move.sent += count
+            with contextlib.suppress(CopyError):
+                data = source.export_blocks(request_id, attempt, move.sent, count)
+                if target.import_blocks(request_id, move.attempt, move.sent, data) is None:
+                    move.sent += count
 
     def _commit(self, name: str, attempt: int, move: Move, state: EngineState) -> None:
         source, target = self.engines[move.source], self.engines[move.target]

@@ -152,6 +152,18 @@ def test_a_backend_that_fails_again_and_again_breaks_the_engine_and_nothing_is_s
         target.step()
 
 
+def test_a_batch_so_large_that_no_row_could_be_tried_alone_breaks_the_engine_and_ends_nobody() -> None:
+    settings = config(slots=256, step_token_budget=256, blocks=1024)
+    target, backend = fragile(settings)
+    for n in range(256):
+        target.add(request(f"r{n}", prompt=(POISON,), arrived=float(n)), 0)
+    for _ in range(FAILURES_IN_A_ROW_MAX - 1):
+        assert not target.step().deltas
+    with pytest.raises(EngineBrokenError, match="ValueError"):
+        target.step()
+    assert backend.failures <= FAILURES_IN_A_ROW_MAX * (1 + REPEATS_MAX)
+
+
 def test_failures_with_a_good_step_between_do_not_break_the_engine() -> None:
     target, backend = fragile(config(slots=1))
     for n in range(2 * FAILURES_IN_A_ROW_MAX):
@@ -211,6 +223,90 @@ def test_a_request_whose_next_token_cannot_be_drawn_ends_alone_with_an_error_and
     load = target.load()
     assert (load.blocks_free, load.tokens_total) == (settings.blocks, 2 + len(outputs["bystander"].token_ids))
     assert load.blocks_cached == (5 + 8 - 1) // 7, "the bystander's only: not those that were full before it failed"
+
+
+# --- keys and values that cannot be copied ---
+
+
+class Uncopied(ArithmeticBackend):
+    """Fails to copy between blocks, from them or to them, after it has spoiled half of the target."""
+
+    fails: frozenset[str] = frozenset()
+
+    def copy_block(self, source: int, target: int) -> None:
+        if "copy" in self.fails:
+            half = self.block_size_tokens // 2
+            self.store[target][:half] = self.store[source][:half]
+            raise RuntimeError("no copy")
+        super().copy_block(source, target)
+
+    def save_blocks(self, blocks: Sequence[int]) -> memoryview:
+        if "save" in self.fails:
+            raise MemoryError("no host memory")
+        return super().save_blocks(blocks)
+
+    def load_blocks(self, blocks: Sequence[int], saved: memoryview) -> None:
+        if "load" in self.fails:
+            super().load_blocks(blocks[:1], saved[: self.kv_block_bytes])
+            raise RuntimeError("no copy")
+        super().load_blocks(blocks, saved)
+
+
+def uncopied(settings: EngineConfig, *fails: str) -> tuple[Engine, Uncopied]:
+    backend = Uncopied(settings.blocks, settings.block_size_tokens, vocab_size())
+    backend.fails = frozenset(fails)
+    return Engine(settings, backend, byte_level_codec(), (EOS,)), backend
+
+
+@pytest.mark.parametrize(("fails", "means"), [("save", PreemptionMeans.RECOMPUTE), ("load", PreemptionMeans.SWAP)])
+def test_what_cannot_be_swapped_out_or_in_is_computed_again_and_all_end_as_if_alone(
+    fails: str, means: PreemptionMeans
+) -> None:
+    settings = config(slots=2, blocks=32)
+    target, _ = uncopied(settings, fails)
+    low, bystander = request("low", prompt=40, priority=-10, max_tokens=30), request("bystander", max_tokens=12)
+    urgent = request("urgent", prompt=90, priority=10)
+    outputs: dict[str, Output] = {}
+    target.add(low, 0)
+    target.add(bystander, 0)
+    for _ in range(6):
+        gather(target.step(), outputs)
+    target.add(urgent, 0)
+    result = target.step()
+    gather(result, outputs)
+    told = {p.request_id: p for p in result.preempted}[low.request_id]
+    assert (told.means, told.tokens_to_recompute > 0) == (means, means is PreemptionMeans.RECOMPUTE)
+    target.check_integrity()
+    collect(target, outputs)
+    for r in (low, bystander, urgent):
+        assert same(outputs[r.request_id], undisturbed(r, max_model_len=128))
+    load = target.load()
+    assert (load.blocks_free, load.host_blocks_free) == (settings.blocks, settings.host_blocks)
+
+
+def test_a_recompute_because_a_swap_failed_counts_against_the_bound_like_any_other() -> None:
+    settings = config(slots=2, blocks=32, max_recomputes=1)
+    target, _ = uncopied(settings, "save")
+    target.add(request("low", prompt=40, priority=-10, max_tokens=30), 0)
+    for _ in range(4):
+        target.step()
+    target.add(request("urgent", prompt=100, priority=10), 0)
+    assert [p.means for p in target.step().preempted] == [PreemptionMeans.RECOMPUTE]
+    (low,) = target._book.waiting.items
+    assert low.pushed_out == 1
+
+
+def test_a_choice_whose_copy_of_the_prompts_last_block_fails_computes_the_prompt_itself() -> None:
+    settings = config(block_size_tokens=8, blocks=32)
+    target, _ = uncopied(settings, "copy")
+    prompt = clean("c", 14)
+    choices = [request(f"c{n}", prompt=prompt, group="g", choice=n, temperature=1.0, seed=3) for n in range(3)]
+    for r in choices:
+        target.add(r, 0)
+    outputs = collect(target)
+    for r in choices:
+        assert same(outputs[r.request_id], undisturbed(r, max_model_len=128))
+    assert target.load().blocks_free == settings.blocks
 
 
 # --- out of memory ---

@@ -249,6 +249,24 @@ def test_work_that_needs_the_blocks_of_a_frozen_request_waits_for_it_without_ste
     assert same(outputs["large"], undisturbed(large, max_model_len=128))
 
 
+def test_work_goes_on_when_one_is_thawed_though_another_is_frozen_in_the_same_moment() -> None:
+    """As many are frozen as before, but not the same."""
+    target, outputs = engine(config(blocks=32, slots=2)), dict[str, Output]()
+    for name in ("a", "b"):
+        target.add(request(name, prompt=40, max_tokens=40), 0)
+    for _ in range(10):
+        gather(target.step(), outputs)
+    for name in ("a", "b"):
+        target.moves.freeze(RequestId(name), 0)
+    target.add(request("large", prompt=100, priority=1), 0)
+    collect(target, outputs)
+    assert outputs["a"].ends == outputs["b"].ends == 0
+    assert target.moves.thaw(RequestId("a"), 0)
+    target.moves.freeze(RequestId("large"), 0)
+    collect(target, outputs)
+    assert outputs["a"].ends == 1
+
+
 def test_a_frozen_leader_keeps_nobody_waiting() -> None:
     target, outputs = engine(config(blocks=64, slots=2)), dict[str, Output]()
     for n in range(3):
@@ -288,6 +306,9 @@ def test_an_import_is_refused_by_reason_and_nothing_is_reserved() -> None:
     assert target.load().blocks_free == 32
     assert begin(R, 1, "arithmetic", 5) is None
     assert begin(R, 1, "arithmetic", 5) is ImportRefusal.KNOWN
+    target.add(request("ends at once", max_tokens=0), 0)
+    assert begin(RequestId("ends at once"), 0, "arithmetic", 1) is ImportRefusal.KNOWN
+    target.step()
     target.add(request("a"), 0)
     assert begin(RequestId("b"), 1, "arithmetic", 1) is ImportRefusal.FULL
     assert target.add(request("c"), 0) is not None, "an import that has begun is one of those that are held"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -230,8 +231,29 @@ def test_of_several_that_share_their_blocks_as_many_go_as_free_enough_together()
     """Two choices hold the same two blocks and one each; four are needed, which only both together free."""
     lows = [running(f"low{n}", 11, computed=10, blocks=3, priority=-10) for n in range(2)]
     urgent = sequence("urgent", 15, priority=10)
-    view = View([urgent], lows, 0, released=lambda state, others: 3 if others else 1)
+    view = View([urgent], lows, 0, shared=lambda _: ((0, 2), (1, 2)))
     assert {p.victim for p in plan(view, config(), PRIORITY).preempted} == set(lows)
+
+
+@pytest.mark.parametrize("pushed_out", [0, 9])
+def test_each_possible_victims_blocks_are_looked_at_only_a_few_times(pushed_out: int) -> None:
+    """However many share a prefix, whether they make room for a large request, or are spared and it waits."""
+    looked: Counter[SequenceState] = Counter()
+
+    def shared(state: SequenceState) -> tuple[tuple[int, int], ...]:
+        looked[state] += 1
+        return ((0, 200),)
+
+    lows = [running(f"low{n:03}", 11, computed=10, blocks=3, priority=-10) for n in range(200)]
+    for low in lows:
+        low.pushed_out = pushed_out
+    urgent = sequence("urgent", 1500, priority=10)
+    urgent.limit_tokens = 1600
+    settings = config(slots=256, step_token_budget=256, blocks=1024, max_model_len=2000)
+    got = plan(View([urgent], lows, 0, shared=shared), settings, PRIORITY)
+    assert (got.blocked is urgent) == (pushed_out > 0)
+    assert len(got.preempted) == (0 if pushed_out else 188), "two blocks each that are not shared, of 376"
+    assert max(looked.values()) <= 8
 
 
 def test_nobody_is_preempted_for_a_request_behind_a_prompt_as_long_as_the_budget() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from cluster.config import EngineConfig
@@ -191,6 +193,47 @@ def test_beyond_max_held_a_request_is_refused_and_a_repeat_is_not_a_second_one()
     outputs = collect(target)
     assert {name: o.ends for name, o in outputs.items()} == {"a": 1, "b": 1}
     assert target.add(request("c"), 3) is None
+
+
+def test_a_repeat_of_an_attempt_whose_end_is_still_to_be_told_is_not_a_second_one() -> None:
+    target = engine(config())
+    for r in (request("impossible", prompt=()), request("aborted")):
+        assert target.add(r, 0) is None
+        target.abort(r.request_id, 0)
+        assert target.add(r, 0) is None
+    outputs = collect(target)
+    assert {name: o.ends for name, o in outputs.items()} == {"impossible": 1, "aborted": 1}
+
+
+@pytest.mark.parametrize("arrived", [math.nan, math.inf, -math.inf])
+def test_a_request_without_a_time_of_arrival_ends_alone_and_disturbs_no_line(arrived: float) -> None:
+    target = engine(config(slots=1))
+    others = [request(f"r{n}", arrived=float(n), max_tokens=4) for n in range(4)]
+    for n, r in enumerate(others):
+        target.add(r, 0)
+        target.add(request(f"timeless{n}", arrived=arrived), 0)
+    outputs = collect(target)
+    assert all(outputs[f"timeless{n}"].finish is FinishReason.ERROR for n in range(4))
+    assert all(same(outputs[r.request_id], undisturbed(r, max_model_len=128)) for r in others)
+
+
+def test_numbers_and_names_outside_their_range_disturb_nobody() -> None:
+    """What the edge lets through must not raise in the engine's loop, which all share."""
+    target = engine(config())
+    others = [request("other"), request("another", choice=1, temperature=1.0)]
+    odd = [
+        request("choice", choice=-1, temperature=1.0),
+        request("choices", choice=2**70, temperature=1.0),
+        request("tenant", tenant="\ud800", prompt=9),
+        request("priority", priority=10**40),
+        request("nothing", max_tokens=-1, prompt_logprobs=1),
+        request("least", min_tokens=10**9),
+    ]
+    for r in [*odd, *others]:
+        target.add(r, 0)
+    outputs = collect(target)
+    assert all(outputs[r.request_id].finish is FinishReason.LENGTH for r in odd)
+    assert all(same(outputs[r.request_id], undisturbed(r, max_model_len=128)) for r in others)
 
 
 def test_an_abort_frees_the_blocks_at_once_in_every_phase() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -87,9 +88,9 @@ def test_a_shared_block_becomes_free_with_its_last_holder_only() -> None:
     p.allocate("a", 3)
     p.share("b", p.table("a")[:2])
     p.allocate("b", 1)
-    assert p.released("a", []) == p.released("b", []) == 1
-    assert p.released("a", ["b"]) == 3
+    assert p.shared("a") == p.shared("b") == [(block, 2) for block in p.table("a")[:2]]
     assert p.free("a") == 1
+    assert p.shared("b") == []
     assert p.blocks_free == 8 - 3
     assert p.free("b") == 3
     assert p.blocks_free == 8
@@ -186,8 +187,9 @@ def test_pool_is_conserved_under_any_sequence_of_calls(calls: list[Call]) -> Non
             held[key] = [*held.get(key, []), *p.table(key)[-count:]]
         elif what == "give" and key in held:
             mine = held.pop(key)
-            others = {block for table in held.values() for block in table}
-            assert p.released(key, []) == p.free(key) == len(set(mine) - others)
+            others = Counter(block for table in held.values() for block in table)
+            assert p.shared(key) == [(block, 1 + others[block]) for block in mine if others[block]]
+            assert p.free(key) == len(set(mine) - others.keys())
         elif what == "share" and key not in held:
             lender = max(held, key=lambda k: (len(held[k]), k), default=None)
             if lender is not None:

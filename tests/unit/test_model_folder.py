@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from cluster.config import DType, EngineConfig
-from cluster.engine.memory import PROCESS_BYTES, memory_bytes
+from cluster.engine.memory import PROCESS_BYTES, TRANSFORMERS_BYTES, memory_bytes
 from cluster.model import ModelFolder, ModelFolderError
 from tests.tiny_model import END, make_tiny_llama
 
@@ -169,17 +169,26 @@ def test_the_tiny_model_depends_on_its_seed_alone(tiny_model: ModelFolder, tmp_p
 
 
 def test_memory_counts_weights_pool_host_blocks_and_logits(tmp_path: Path) -> None:
-    """By hand: 2 layers, 8 heads and 4 KV heads of 32, hidden 256, inner 688, vocabulary 1,024, tied."""
-    model = make_tiny_llama(tmp_path, num_hidden_layers=2, tie_word_embeddings=True)
+    """By hand: 2 layers, 8 heads and 4 KV heads of 32, hidden 256, inner 688, vocabulary 1,024, tied.
+
+    The lean decoder reads embeddings from its packed output layer; transformers has both.
+    """
+    model = make_tiny_llama(tmp_path / "lean", num_hidden_layers=2, tie_word_embeddings=True)
+    unknown = make_tiny_llama(tmp_path / "other", num_hidden_layers=2, tie_word_embeddings=True, new_setting=1)
     attention = 256 * 256 * 2 + 256 * 128 * 2
     parameters = 1024 * 256 + 2 * (attention + 3 * 256 * 688 + 2 * 256) + 256
     output_layer = 1024 * 256
     kv_numbers = 2 * 2 * 4 * 32 * (100 + 30) * 16
-    config = EngineConfig(blocks=100, block_size_tokens=16, host_blocks=30, slots=8, max_model_len=512)
-    logits = 8 * 1024 * 32
+    config = EngineConfig(
+        blocks=100, block_size_tokens=16, host_blocks=30, slots=8, step_token_budget=24, max_model_len=512
+    )
+    logits = 24 * 1024 * 8 + 1024 * 32
     for dtype, size in ((DType.FLOAT32, 4), (DType.BFLOAT16, 2)):
-        expected = (parameters + output_layer + kv_numbers) * size + logits + PROCESS_BYTES
+        expected = (parameters + kv_numbers) * size + logits + PROCESS_BYTES
         assert memory_bytes(model, config.model_copy(update={"dtype": dtype})) == expected
+        converted = parameters if dtype is DType.BFLOAT16 else 0  # the file is in float32
+        expected += (output_layer + converted) * size + TRANSFORMERS_BYTES
+        assert memory_bytes(unknown, config.model_copy(update={"dtype": dtype})) == expected
 
 
 def test_memory_of_a_model_with_odd_settings_is_refused(folder: Path) -> None:

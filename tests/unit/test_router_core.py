@@ -716,6 +716,19 @@ def member(bench: Bench, name: str, choice: int) -> tuple[Request, Stream]:
     return request, stream
 
 
+def test_choices_that_are_cancelled_together_do_not_take_each_other_s_place() -> None:
+    bench = Bench()
+    replica = bench.replica(slots=2)
+    members = [member(bench, f"g-{k}", k) for k in range(6)]
+    bench.core.submit(members)
+    other = bench.submit("other", tokens=1)
+    sent = ids_added(replica)
+    assert sent == ["g-0", "g-1"]
+    bench.core.cancel(*(request.request_id for request, _ in members))
+    assert ids_added(replica) == [*sent, other.request_id]
+    assert bench.metric("forebay_requests_total", priority_class="standard", outcome="cancelled") == len(members)
+
+
 def test_choices_are_rejected_together_and_with_one_retry_after() -> None:
     bench = Bench()
     members = [member(bench, f"g-{k}", k) for k in range(3)]

@@ -194,6 +194,17 @@ def test_prompt_whose_tokens_do_not_read_as_its_text_has_offsets_within_it() -> 
     assert [e.offset for e in aligned.take(Batch("", 0, None, (scores,)))] == [0, 1, 1]
 
 
+def test_special_tokens_of_a_prompt_take_up_what_is_written_of_them_in_its_text() -> None:
+    scores = Scores((), (), tuple(TokenLogprob(-1.0) for _ in range(3)))
+    ids = (EOS, byte("A"), EOS, byte("B"))
+    written = alignment(prompt_ids=ids, echo="<|end|>A<|end|>B")
+    assert [e.offset for e in written.take(Batch("", 0, None, (scores,)))] == [0, 7, 8, 15]
+    begun = alignment(prompt_ids=ids, echo="A<|end|>B")  # a tokenizer may put the first there by itself
+    assert [e.offset for e in begun.take(Batch("", 0, None, (scores,)))] == [0, 0, 1, 8]
+    as_ids = alignment(prompt_ids=ids, echo=byte_level_codec().text(ids))
+    assert [e.offset for e in as_ids.take(Batch("", 0, None, (scores,)))] == [0, 0, 1, 1]
+
+
 # --- the wire ---
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +20,7 @@ from cluster.engine.torch.cpu.attention import CpuStep
 from cluster.engine.torch.cpu.compiling import kernel
 from cluster.engine.torch.cpu.layers import EXP_MAX, EXP_MIN, exp, rms_norm
 from cluster.engine.torch.cpu.matrices import Array, as_numpy, multiply, pack, read_columns
-from cluster.engine.torch.cpu.vectors import narrowed
+from cluster.engine.torch.cpu.vectors import HAS_LONG_VECTORS, narrowed
 from cluster.engine.torch.layout import lay_out
 from cluster.engine.torch.paged_cache import LayerShape, PagedCache
 from cluster.ports import Row
@@ -148,3 +153,70 @@ def test_a_block_outside_of_the_pool_is_refused_before_a_kernel_sees_it() -> Non
     for table in ((8,), (-1,)):
         with pytest.raises(IndexError, match="block outside"):
             CpuStep(cache, lay_out([Row((1,), 0, table, None)], 4))
+
+
+def test_keys_of_a_wider_type_are_rounded_on_their_way_into_the_cache() -> None:
+    """Some models turn queries and keys in float32, whatever the dtype."""
+    caches = [PagedCache([LayerShape(2, 32, 32)], 4, 4, torch.bfloat16, torch.device("cpu")) for _ in range(2)]
+    layout = lay_out([Row((1,) * 6, 0, (2, 1), None), Row((1,), 0, (3,), None)], 4)
+    query, key, value = (random_tensor(7, heads, 32, seed=heads) for heads in (4, 2, 2))
+    wide = CpuStep(caches[0], layout).attend(0, query, key, value, scaling=None, window=None)
+    expected = CpuStep(caches[1], layout).attend(0, query, key.bfloat16(), value.bfloat16(), scaling=None, window=None)
+    assert torch.equal(caches[0].pool, caches[1].pool)
+    assert torch.equal(wide, expected)
+    assert bool(expected.any())
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_sees_nothing_is_refused_before_a_kernel_sees_it(window: int) -> None:
+    cache = PagedCache([LayerShape(1, 4, 4)], 8, 4, torch.float32, torch.device("cpu"))
+    step = CpuStep(cache, lay_out([Row((1,), 0, (0,), None)], 4))
+    with pytest.raises(ValueError, match="window"):
+        step.attend(0, *(torch.zeros(1, 1, 4) for _ in range(3)), scaling=None, window=window)
+
+
+PROCESSORS = {
+    "AVX2": {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2"},
+    "AVX-512 without bfloat16": {
+        "NUMBA_CPU_NAME": "skylake-avx512",
+        "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl",
+    },
+    "nothing beyond SSE2": {"NUMBA_CPU_NAME": "generic"},
+    "AVX switched off": {"NUMBA_ENABLE_AVX": "0"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are names of x86 processors")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_kernels_are_right_for_processors_that_have_less_than_this_one(processor: str, tmp_path: Path) -> None:
+    """The tests above, compiled for another one. Only AVX2 and older run everywhere, so the rest is of this processor."""
+    if "512" in processor and not HAS_LONG_VECTORS:
+        pytest.skip("it has no AVX-512")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **PROCESSORS[processor]}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+IMPORT = """
+import logging
+from cluster.engine.torch.cpu import compiling
+print(compiling.KEEPS_COMPILED, compiling.config.CACHE_DIR)
+"""
+
+
+def test_compiled_kernels_are_kept_by_source_also_in_a_folder_that_the_user_names(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, keeps in ((tmp_path / "new", "True"), (tmp_path / "file", "False")):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        said, where = done.stdout.split()
+        assert said == keeps
+        if keeps == "True":
+            assert Path(where).parent == folder
+        else:
+            assert "compiled at every start" in done.stderr

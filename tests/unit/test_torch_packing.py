@@ -51,3 +51,11 @@ def test_layers_that_cannot_be_packed_are_left_as_they_are() -> None:
     assert pack_linears(net(torch.float64)) == 0
     assert pack_linears(nn.Sequential(nn.Linear(33, 8)).to(torch.bfloat16)) == 0, "pairs need an even depth"
     assert pack_linears(nn.Sequential(nn.Linear(33, 8))) == 1
+
+
+def test_numbers_of_another_type_or_size_are_refused_as_torch_refuses_them() -> None:
+    """The kernel reads them by address, and would make something of any bytes."""
+    linear = PackedLinear(nn.Linear(32, 8).to(torch.bfloat16))
+    for x in (torch.zeros(2, 32), torch.zeros(2, 30, dtype=torch.bfloat16)):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="times"):
+            linear(x)

@@ -110,8 +110,8 @@ def _go_on(draft: Draft, blocked: SequenceState, terms: Terms) -> None:
     """Rule 5."""
     for state in tuple(draft.paused):
         before_victims = draft.first_out is None or state.key < draft.first_out
-        if blocked.key < state.key and before_victims:
-            _try(draft, state, terms)
+        if blocked.key < state.key and before_victims and _try(draft, state, terms) is NoRoom.SLOTS:
+            return  # nor is there one for anybody behind it
 
 
 class _PromptsAhead:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from cluster.config import EngineConfig
+from cluster.engine.scheduling.giving import Giving
 from cluster.engine.scheduling.order import Order
 from cluster.engine.scheduling.plan import Admission, Cost, Preemption, View
 from cluster.engine.scheduling.sequence import SequenceState, SortKey
@@ -46,6 +47,7 @@ class Draft:
         "blocks_free",
         "config",
         "first_out",
+        "giving",
         "gone",
         "grown",
         "host_blocks_free",
@@ -69,6 +71,8 @@ class Draft:
         """Key of the first in order of the preempted."""
         self.gone: list[SequenceState] = []
         """The preempted that lose their blocks."""
+        self.giving = Giving(view.shared)
+        """What they give."""
         self.grown: set[SequenceState] = set()
         """Running ones that get one more block."""
         self._paused: list[SequenceState] | None = None
@@ -121,9 +125,10 @@ class Draft:
         borrowed = 0 if self.gone else self._borrowed
         return fit.fresh + fit.cached + borrowed - self.blocks_free
 
-    def gain(self, victim: SequenceState, gone: list[SequenceState]) -> int:
-        """Blocks that become free when it loses its own after `gone` have: one that this plan gives it included."""
-        return self.view.released(victim, gone) + (victim in self.grown)
+    def gain(self, victim: SequenceState, giving: Giving) -> int:
+        """Blocks that become free when it loses its own after those of `giving` have: one that this plan gives it
+        included."""
+        return giving.gain(victim) + (victim in self.grown)
 
     # --- decisions ---
 
@@ -135,7 +140,8 @@ class Draft:
         """A running or paused sequence loses its slot and its blocks."""
         if not self.gone:
             self.blocks_free -= self._borrowed
-        self.blocks_free += self.gain(victim, self.gone)
+        self.blocks_free += self.gain(victim, self.giving)
+        self.giving.give(victim)
         self.gone.append(victim)
         self.grown.discard(victim)
         if means is PreemptionMeans.SWAP:

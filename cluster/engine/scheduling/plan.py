@@ -7,11 +7,12 @@ out cannot fail for want of slots, blocks or budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from cluster.config import EngineConfig
+from cluster.engine.scheduling.giving import Shared
 from cluster.engine.scheduling.order import Order
 from cluster.engine.scheduling.sequence import SequenceState
 from cluster.types import PreemptionMeans
@@ -30,8 +31,8 @@ def nothing_cached(state: SequenceState) -> int:  # noqa: ARG001
     return 0
 
 
-def shares_nothing(state: SequenceState, others: Collection[SequenceState]) -> int:  # noqa: ARG001
-    return state.blocks
+def shares_nothing(state: SequenceState) -> Shared:  # noqa: ARG001
+    return ()
 
 
 class View(NamedTuple):
@@ -53,9 +54,8 @@ class View(NamedTuple):
     paused: Sequence[SequenceState] | None = None
     """Those of `waiting` that hold blocks, in the same order (`Line.holding`); None where they are to be looked for,
     which takes time in proportion to all that wait."""
-    released: Callable[[SequenceState, Collection[SequenceState]], int] = shares_nothing
-    """How many blocks become free when a running or paused sequence gives up its own, after `others` have given up
-    theirs: those of its blocks that nobody else holds."""
+    shared: Callable[[SequenceState], Shared] = shares_nothing
+    """Those blocks of a running or paused sequence that do not become free when it alone gives up its own."""
 
 
 class Preemption(NamedTuple):

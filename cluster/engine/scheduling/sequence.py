@@ -129,10 +129,15 @@ class Line:
         self._loads[state.priority][1] += blocks
 
     def remove(self, state: SequenceState, blocks: int) -> None:
-        """Take a member out; `blocks` is what it counted for."""
+        """Take a member out; `blocks` is what it counted for.
+
+        Raises:
+            IntegrityError: it is not where its key says.
+        """
         for line in (self.items, self.holding) if blocks else (self.items,):
             index = bisect_left(line, state.key, key=_key_of)
-            assert line[index] is state
+            if index == len(line) or line[index] is not state:
+                raise IntegrityError("a sequence is not in its line where its key says")
             del line[index]
         load = self._loads[state.priority]
         load[0] -= 1

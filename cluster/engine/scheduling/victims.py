@@ -20,6 +20,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from cluster.engine.scheduling.draft import Draft, means_of_taking
+from cluster.engine.scheduling.giving import Giving
 from cluster.engine.scheduling.plan import Preemption
 from cluster.engine.scheduling.sequence import SequenceState
 from cluster.types import PreemptionMeans
@@ -69,7 +70,7 @@ def _take_blocks(
     order, cost = draft.order, draft.view.cost
     chosen: list[Preemption] = []
     spared: list[SequenceState] = []
-    gone, host_blocks_free, freed = list(draft.gone), draft.host_blocks_free, 0
+    giving, host_blocks_free, freed = draft.giving.copy(), draft.host_blocks_free, 0
     for victim, waits in _holders_behind(draft, state):
         if freed >= short:
             break
@@ -82,15 +83,15 @@ def _take_blocks(
             spared.append(victim)
             continue
         chosen.append(Preemption(victim, state if for_urgent else None, means))
-        freed += draft.gain(victim, gone)
-        gone.append(victim)
+        freed += draft.gain(victim, giving)
+        giving.give(victim)
         if means is PreemptionMeans.SWAP:
             host_blocks_free -= victim.blocks
     if freed >= short:
-        return _needed(draft, chosen, freed - short)
+        return _needed(draft, chosen, giving, freed - short)
     for victim in spared:
-        freed += draft.gain(victim, gone)
-        gone.append(victim)
+        freed += draft.gain(victim, giving)
+        giving.give(victim)
     return NoRoom.SPARED if freed >= short else NoRoom.BLOCKS
 
 
@@ -106,12 +107,16 @@ def _holders_behind(draft: Draft, state: SequenceState) -> Iterator[tuple[Sequen
         yield victim, False
 
 
-def _needed(draft: Draft, chosen: list[Preemption], too_many: int) -> list[Preemption]:
-    """Leave out, the last chosen first, those without whom there are enough blocks; `too_many` are free beyond need."""
+def _needed(draft: Draft, chosen: list[Preemption], giving: Giving, too_many: int) -> list[Preemption]:
+    """Leave out, the last chosen first, those without whom there are enough blocks; `too_many` are free beyond need.
+    All of them have given in `giving`."""
+    needed = chosen[-1:]
     for candidate in chosen[-2::-1]:
-        others = [*draft.gone, *(p.victim for p in chosen if p is not candidate)]
-        gain = draft.gain(candidate.victim, others)
-        if gain <= too_many and len(chosen) > 1:
-            chosen.remove(candidate)
+        giving.take_back(candidate.victim)
+        gain = draft.gain(candidate.victim, giving)
+        if gain <= too_many:
             too_many -= gain
-    return chosen
+        else:
+            giving.give(candidate.victim)
+            needed.append(candidate)
+    return needed[::-1]

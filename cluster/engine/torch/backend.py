@@ -1,8 +1,8 @@
 """The embedded backend: one step of a model over a paged KV cache.
 
 Owns: the model, the cache and the way from rows to drawn tokens. Imports torch. Invariant: a row's tokens depend on its
-own tokens, positions and blocks' contents; not on where the blocks lie, nor (but for rounding) on the other rows of the
-step.
+own tokens, positions and blocks' contents; not on where the blocks lie, nor on the other rows of the step (with
+transformers' decoder: but for rounding).
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class TorchBackend:
 
         Raises:
             ModelFolderError: the model cannot be loaded or served; one line says why.
+            OutOfMemoryError: the weights or the cache do not fit.
         """
         if config.max_model_len > model.max_position_embeddings:
             raise ModelFolderError(
@@ -52,10 +53,11 @@ class TorchBackend:
         self.vocab_size = model.vocab_size
         self._device = torch.device("cpu")
         self._dtype = DTYPES[config.dtype]
-        self._decoder = load_decoder(model, config.dtype, config.max_model_len)
-        self.cache = PagedCache(
-            self._decoder.shapes, config.blocks, config.block_size_tokens, self._dtype, self._device
-        )
+        with out_of_memory_by_name():
+            self._decoder = load_decoder(model, config.dtype, config.max_model_len)
+            self.cache = PagedCache(
+                self._decoder.shapes, config.blocks, config.block_size_tokens, self._dtype, self._device
+            )
         self.kv_block_bytes = self.cache.block_bytes
         self.kv_format = f"{model.identity[:16]},{self.cache.format}"
 

@@ -12,11 +12,11 @@ import logging
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cluster.config import DType
+from cluster.engine.memory import stored_tensors
 from cluster.engine.torch.attention import AttentionStep
 from cluster.engine.torch.decoder import DTYPES
 from cluster.engine.torch.hf_attention import ATTENTION_NAME, ShapeProbe, UnsupportedAttentionError
@@ -55,6 +55,7 @@ def load_transformers_decoder(model: ModelFolder, dtype: DType, max_model_len: i
     try:
         config = AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
         refuse_unsupported(model.name, config, max_model_len)
+        refuse_sizes(model, config)
         loaded: PreTrainedModel
         info: dict[str, set[Any]]
         loaded, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]  # its stub knows one result only
@@ -70,7 +71,7 @@ def load_transformers_decoder(model: ModelFolder, dtype: DType, max_model_len: i
         )
     except ModelFolderError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a setting of a wrong type or size can break transformers anywhere
         # Some architectures look attention up in a table of their own and know no other name.
         why = "its attention cannot be replaced" if ATTENTION_NAME in str(error) else _one_line(error)
         raise ModelFolderError(f"{model.path} cannot be loaded: {why}") from error
@@ -82,9 +83,8 @@ def load_transformers_decoder(model: ModelFolder, dtype: DType, max_model_len: i
             f"shape, such as {astray[0]}"
         )
     loaded.requires_grad_(False)
-    decoder = TransformersDecoder(loaded, _probe(model.name, loaded, max_model_len))
-    pack_linears(loaded)
-    return decoder
+    pack_linears(loaded)  # before the probe, which then sees a model that looks into its linear layers
+    return TransformersDecoder(loaded, _probe(model.name, loaded, max_model_len))
 
 
 def refuse_unsupported(name: str, config: PretrainedConfig, max_model_len: int) -> None:
@@ -118,6 +118,27 @@ def refuse_unsupported(name: str, config: PretrainedConfig, max_model_len: int) 
         raise ModelFolderError(f"{name} ({config.model_type}) needs what is not supported here: {'; '.join(found)}")
 
 
+def refuse_sizes(model: ModelFolder, config: PretrainedConfig) -> None:
+    """See that the model is about as large as its weights before memory is taken for it.
+
+    transformers would take it also for what the weights do not have, and a slip in a size be the end of the process.
+
+    Raises:
+        ModelFolderError: it is more than twice as large (tied weights are counted once or twice).
+    """
+    stored = [tensor.numbers for tensor in stored_tensors(model)]
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if layers > len(stored):
+        raise ModelFolderError(
+            f"{model.path}: config.json means {layers} layers, the weights have {len(stored)} tensors"
+        )
+    with torch.device("meta"):
+        shell: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    numbers = sum(p.numel() for p in shell.parameters())
+    if numbers > 2 * sum(stored):
+        raise ModelFolderError(f"{model.path}: config.json means {numbers} numbers, the weights have {sum(stored)}")
+
+
 def _probe(name: str, model: PreTrainedModel, max_model_len: int) -> list[LayerShape]:
     """Run one token and see that every layer's attention, once, came to us, with its window where it has one."""
     parameters = inspect.signature(model.forward).parameters
@@ -137,7 +158,7 @@ def _probe(name: str, model: PreTrainedModel, max_model_len: int) -> list[LayerS
         raise ModelFolderError(
             f"{name} ({type(model).__name__}) does not hand the step to its attention: {_one_line(error)}"
         ) from error
-    except (RuntimeError, ValueError, LookupError, AttributeError) as error:
+    except Exception as error:  # as while it is loaded
         raise ModelFolderError(f"{name} ({type(model).__name__}) cannot run one token: {_one_line(error)}") from error
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if [layer for layer, _ in probe.seen] != list(range(layers)):
@@ -160,6 +181,8 @@ def _check_windows(name: str, model: PreTrainedModel, windows: list[int | None],
     window = getattr(text, "sliding_window", None) if kinds or hasattr(type(text), "sliding_window") else None
     meant = [window if kind == "sliding_attention" else None for kind in kinds or ["sliding_attention"] * len(windows)]
     for layer, (means, told) in enumerate(zip(meant, windows, strict=True)):
+        if told is not None and told < 1:
+            raise ModelFolderError(f"{name} ({type(model).__name__}) has a window of {told} in layer {layer}")
         shorter = [w for w in (means, told) if w is not None and w < max_model_len]
         if means != told and shorter:
             raise ModelFolderError(

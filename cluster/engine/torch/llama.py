@@ -1,7 +1,7 @@
 """The Llama family as this engine computes it by itself: Llama, Mistral, Qwen2 and Qwen3.
 
-Owns: what a config.json of that family means, and which tensors it calls for. Imports torch. Invariant: a setting that is
-not known here in full, or a weight too many or too few, gives None, and transformers decides about the model.
+Owns: what a config.json of that family means, and which tensors it calls for. Imports no torch. Invariant: a setting that
+is not known here in full gives None, and transformers decides about the model.
 
 The meanings are those of transformers 5 (its configuration and modelling files of the four model types). Of rotary
 positions the plain ones, linear scaling (Chen et al. 2023) and Llama 3's are known.
@@ -10,12 +10,9 @@ positions the plain ones, linear scaling (Chen et al. 2023) and Llama 3's are kn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from cluster.model import ModelFolder
 
@@ -32,6 +29,8 @@ READ = {
     "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_parameters",
     "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window", "vocab_size",
 }  # fmt: skip
+MAX_LAYERS = 1000
+"""More are a slip of the pen."""
 ROPE_SETTINGS = {
     "default": set[str](),
     "linear": {"factor"},
@@ -74,7 +73,7 @@ def read_spec(model: ModelFolder) -> LlamaSpec | None:
     """What the model's config.json says, or None where anything in it is not known here."""
     try:
         return _read(model.settings)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         return None  # an absent or odd setting: what it means is for transformers to say
 
 
@@ -84,13 +83,13 @@ def _read(settings: Mapping[str, Any]) -> LlamaSpec | None:
     others = [key for key, values in ONLY.items() if settings.get(key, values[0]) not in values]
     if kind not in MODEL_TYPES or unknown or others:
         return None
-    biases = bool(settings.get("attention_bias", False)), bool(settings.get("mlp_bias", False))
+    biases = _flag(settings, "attention_bias"), _flag(settings, "mlp_bias")
     if (kind in ("mistral", "qwen2") and biases[0]) or (kind != "llama" and biases[1]):
         return None  # these have no such setting; what is meant is unclear
     rope, windows = _rope(settings), _windows(kind, settings)
     if rope is None or windows is None:
         return None
-    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
+    hidden, heads = _whole(settings["hidden_size"]), _whole(settings["num_attention_heads"])
     head_dim = settings.get("head_dim")
     if head_dim is None:
         if kind == "qwen3" or hidden % heads:
@@ -98,27 +97,52 @@ def _read(settings: Mapping[str, Any]) -> LlamaSpec | None:
         head_dim = hidden // heads
     kv_heads = settings.get("num_key_value_heads")
     spec = LlamaSpec(
-        layers=int(settings["num_hidden_layers"]),
+        layers=_whole(settings["num_hidden_layers"]),
         hidden=hidden,
-        inner=int(settings["intermediate_size"]),
+        inner=_whole(settings["intermediate_size"]),
         heads=heads,
-        kv_heads=heads if kv_heads is None else int(kv_heads),
-        head_dim=int(head_dim),
-        vocabulary=int(settings["vocab_size"]),
-        epsilon=float(settings["rms_norm_eps"]),
+        kv_heads=heads if kv_heads is None else _whole(kv_heads),
+        head_dim=_whole(head_dim),
+        vocabulary=_whole(settings["vocab_size"]),
+        epsilon=_number(settings["rms_norm_eps"]),
         rope=rope,
-        tied=bool(settings.get("tie_word_embeddings", False)),
+        tied=_flag(settings, "tie_word_embeddings"),
         qkv_bias=kind == "qwen2" or biases[0],
         out_bias=biases[0],
         mlp_bias=biases[1],
         head_norms=kind == "qwen3",
         windows=windows,
     )
-    return spec if spec.heads % spec.kv_heads == 0 and spec.head_dim % 2 == 0 else None
+    sizes = (spec.layers, spec.hidden, spec.inner, spec.heads, spec.kv_heads, spec.head_dim, spec.vocabulary)
+    windows_see = all(window is None or window > 0 for window in windows)
+    fits = min(sizes) > 0 and spec.heads % spec.kv_heads == 0 and spec.head_dim % 2 == 0
+    return spec if fits and windows_see else None
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
+        raise ValueError(f"{value!r} is no positive number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _flag(settings: Mapping[str, Any], key: str) -> bool:
+    """False where it is absent."""
+    value = settings.get(key)
+    if not (value is None or isinstance(value, bool)):
+        raise TypeError(f"{key} is {value!r}")
+    return bool(value)
 
 
 def _rope(settings: Mapping[str, Any]) -> Rope | None:
     """From today's form (rope_parameters) or the older one (rope_theta, and rope_scaling where there is any)."""
+    if settings.get("rope_parameters") and settings.get("rope_scaling"):
+        return None  # which of them is meant is for transformers to say
     given = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
     older = given.pop("type", "default")
     kind = given.pop("rope_type", older)
@@ -127,14 +151,16 @@ def _rope(settings: Mapping[str, Any]) -> Rope | None:
         given.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
     if theta is None or kind not in ROPE_SETTINGS or given.keys() != ROPE_SETTINGS[kind]:
         return None
-    return Rope(kind, float(theta), {key: float(value) for key, value in given.items()})
+    return Rope(kind, _number(theta), {key: _number(value) for key, value in given.items()})
 
 
 def _windows(kind: str, settings: Mapping[str, Any]) -> tuple[int | None, ...] | None:
-    layers = int(settings["num_hidden_layers"])
+    layers = _whole(settings["num_hidden_layers"])
+    if layers > MAX_LAYERS:
+        return None
     window = settings.get("sliding_window")
     if window is not None:
-        window = int(window)
+        window = _whole(window)
     types = settings.get("layer_types")
     match kind:
         case "llama":
@@ -142,11 +168,12 @@ def _windows(kind: str, settings: Mapping[str, Any]) -> tuple[int | None, ...] |
         case "mistral":
             return (window,) * layers if "sliding_window" in settings and types is None else None
         case _:
-            window = window if settings.get("use_sliding_window", False) else None
+            window = _whole(settings["sliding_window"]) if _flag(settings, "use_sliding_window") else None
             if types is None:
-                first = int(settings["max_window_layers"]) if window is not None else layers
+                first = _whole(settings["max_window_layers"]) if window is not None else layers
                 types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
-            if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+            known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+            if len(types) != layers or set(types) - known:
                 return None
             return tuple(window if t == "sliding_attention" else None for t in types)
 
@@ -180,28 +207,3 @@ def tensor_shapes(spec: LlamaSpec) -> dict[str, tuple[int, ...]]:
                 shapes[f"{prefix}.{name}.bias"] = (out_features,)
         shapes |= {f"{prefix}.{name}.weight": (size,) for name, size in norms.items()}
     return shapes
-
-
-def rope_tables(spec: LlamaSpec, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [positions, head_dim / 2]."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    turns = SCALED[spec.rope.kind](1.0 / spec.rope.theta**exponents, spec.rope.scaling)
-    angles = torch.arange(positions, dtype=torch.int64).float()[:, None] * turns
-    return angles.cos(), angles.sin()
-
-
-def _llama3(turns: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """Slow turns are slowed by `factor`, fast ones kept, those between mixed (Llama 3.1's own code, by way of
-    transformers' `_compute_llama3_parameters`)."""
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns_in_original = scaling["original_max_position_embeddings"] / (2 * math.pi / turns)
-    share_kept = (turns_in_original - low) / (high - low)
-    mixed = (1 - share_kept) * turns / factor + share_kept * turns
-    return torch.where(turns_in_original < low, turns / factor, torch.where(turns_in_original > high, turns, mixed))
-
-
-SCALED: dict[str, Callable[[Tensor, Mapping[str, float]], Tensor]] = {
-    "default": lambda turns, scaling: turns,  # noqa: ARG005
-    "linear": lambda turns, scaling: turns / scaling["factor"],
-    "llama3": _llama3,
-}

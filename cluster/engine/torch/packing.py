@@ -14,16 +14,19 @@ from cluster.engine.torch.cpu.matrices import Array, as_numpy, can_pack, multipl
 
 
 class PackedLinear(nn.Module):
-    """x @ weight.T + bias with a packed weight."""
+    """x @ weight.T + bias with a packed weight. As `F.linear` it refuses an x of another dtype than the weight's."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._dtype = linear.weight.dtype
         self._matrix = pack(linear.weight)
         bias: Tensor | None = linear.bias
         self._bias: Array = np.empty(0, np.float32) if bias is None else as_numpy(bias.detach().float().clone())
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self._dtype or x.shape[-1] != self.in_features:
+            raise RuntimeError(f"{x.dtype} [..., {x.shape[-1]}] times {self._dtype} weights [{self.in_features}, ...]")
         out = torch.empty((x[..., 0].numel(), self.out_features), dtype=torch.float32)
         rows = x.reshape(-1, self.in_features).contiguous()
         multiply(as_numpy(rows), self._matrix.panels, self._bias, out.numpy(), False)

@@ -23,12 +23,14 @@ class Weights:
     """All tensors of the files, converted to one dtype as they are read."""
 
     def __init__(self, files: list[Any], dtype: torch.dtype) -> None:
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # no mapping
+        names = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118  # no mapping
+        self._file_of = dict(names)
+        self._is_ambiguous = len(names) > len(self._file_of)
         self._dtype = dtype
 
     def have_exactly(self, shapes: dict[str, tuple[int, ...]]) -> bool:
-        """Whether the files hold these tensors, of these shapes and of floating point, and no others."""
-        if self._file_of.keys() != shapes.keys():
+        """Whether the files hold these tensors, each once, of these shapes and of floating point, and no others."""
+        if self._is_ambiguous or self._file_of.keys() != shapes.keys():
             return False
         slices = {name: file.get_slice(name) for name, file in self._file_of.items()}
         return all(tuple(s.get_shape()) == shapes[name] and s.get_dtype() in FLOATS for name, s in slices.items())

@@ -20,7 +20,10 @@ from cluster.engine.torch.paged_cache import PagedCache
 
 
 class CpuStep:
-    """One step's attention, an `AttentionStep`. What `attend` returns is overwritten by the next layer's."""
+    """One step's attention, an `AttentionStep`. What `attend` returns is overwritten by the next layer's.
+
+    Keys and values of another dtype than the cache's are converted, as an assignment between tensors would.
+    """
 
     def __init__(self, cache: PagedCache, layout: Layout) -> None:
         """Raises IndexError where a row names a block that the pool does not have."""
@@ -39,14 +42,16 @@ class CpuStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
     ) -> Tensor:
+        if window is not None and window < 1:
+            raise ValueError(f"a window of {window} in layer {layer}: a query sees itself at least")
         keys, values = as_numpy(self._keys[layer]), as_numpy(self._values[layer])
         shape = (*query.shape[:2], value.shape[2])
         if self._out is None or self._out.shape != shape:
             self._out = torch.empty(shape, dtype=query.dtype)
         attend_step(
             as_numpy(query),
-            as_numpy(key),
-            as_numpy(value),
+            as_numpy(key.to(self._keys[layer].dtype)),
+            as_numpy(value.to(self._values[layer].dtype)),
             keys,
             values,
             self._slots,

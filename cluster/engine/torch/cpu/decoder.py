@@ -1,7 +1,8 @@
 """The Llama family on a CPU: packed weights, and two calls of a kernel per layer beside its attention.
 
 Owns: the decoder's weights and its buffers. Imports torch and numpy. Invariant: it computes what transformers computes for
-the same folder, but for the order of summation; in bfloat16 with fewer roundings, for sums stay in float32.
+the same folder, but for the order of summation; in bfloat16 with fewer roundings, for sums stay in float32. And a token's
+logits are the same to the last bit however its sequence is cut into steps and whatever else is in them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 from cluster.engine.torch.attention import AttentionStep
 from cluster.engine.torch.cpu.layers import after_attention, before_attention, gather_rows, rms_norm
 from cluster.engine.torch.cpu.matrices import Array, PackedMatrix, as_numpy, can_pack, multiply, pack, read_columns
-from cluster.engine.torch.llama import LlamaSpec, rope_tables
+from cluster.engine.torch.llama import LlamaSpec
 from cluster.engine.torch.paged_cache import LayerShape
+from cluster.engine.torch.rope import rope_tables
 from cluster.engine.torch.weights import Weights
 
 NO_BIAS: Array = np.empty(0, np.float32)
@@ -103,11 +105,16 @@ class CpuDecoder:
         self.shapes = [LayerShape(spec.kv_heads, spec.head_dim, spec.head_dim)] * spec.layers
 
     def logits(self, token_ids: Tensor, positions: Tensor, kept: Tensor, step: AttentionStep) -> Tensor:
-        """Raises IndexError for a token id or position that the model does not have."""
-        spec, epsilon, at = self._spec, self._epsilon, positions.numpy()
-        tokens = len(token_ids)
-        if not 0 <= at.min() <= at.max() < len(self._cos):
-            raise IndexError(f"position {at.max()} of {len(self._cos)}")
+        """Raises IndexError for a token id or position that the model does not have, or a kept token that is not there."""
+        spec, epsilon, at, tokens = self._spec, self._epsilon, positions.numpy(), len(token_ids)
+        # Kernels do not check.
+        for what, indices, count in (
+            ("token ids", token_ids.numpy(), spec.vocabulary),
+            ("positions", at, len(self._cos)),
+            ("kept tokens", kept.numpy(), tokens),
+        ):
+            if indices.size and not 0 <= indices.min() <= indices.max() < count:
+                raise IndexError(f"{what} {indices.min()} to {indices.max()} of {count}")
         x = self._embed(token_ids.numpy())
         normed = self._buffer("normed", tokens, spec.hidden)
         projected = self._buffer(
@@ -132,8 +139,6 @@ class CpuDecoder:
         return self._head(x, kept.numpy())
 
     def _embed(self, token_ids: Array) -> Array:
-        if not 0 <= token_ids.min() <= token_ids.max() < self._spec.vocabulary:
-            raise IndexError(f"token ids {token_ids.min()} to {token_ids.max()} of {self._spec.vocabulary}")
         x = as_numpy(self._buffer("x", len(token_ids), self._spec.hidden, dtype=torch.float32))
         if self._model.embedding is None:
             read_columns(self._model.head.panels, token_ids, x)

@@ -4,9 +4,10 @@ Owns: the layout of packed weights and their product with a batch. Imports numpy
 is exact but for the order of summation, whose terms and sums are float32; in bfloat16 the factors are.
 
 Weights [columns, depth] lie as [panels, depth / pair, TILE_COLUMNS, pair], `pair` being 2 in bfloat16: what a tile reads
-is one run of memory. Measured on one core of a 2.6 GHz Zen 4 against oneDNN's packed products, the linear layers of
-SmolLM2-135M, ms at 1 / 8 / 32 / 64 tokens: float32 19 / 25 / 81 / 160 against 40 / 44 / 97 / 176, bfloat16 10 / 15 /
-42 / 80 against 20 / 23 / 51 / 90. At few tokens that is the speed of memory.
+is one run of memory. Measured in one run on one core of a 2.6 GHz Zen 4, best of 18 while others worked on the machine, the
+linear layers of SmolLM2-135M in ms, here / by oneDNN on its own packed weights / by `F.linear`: float32 at 1, 8, 32 and 64
+tokens 22 / 48 / 56, 26 / 49 / 98, 96 / 120 / 210 and 212 / 255 / 501; bfloat16 at 1, 8 and 32 tokens 21 / 55 / 84,
+27 / 64 / 111 and 103 / 135 / 264. At few tokens that is the speed of memory.
 """
 
 from __future__ import annotations

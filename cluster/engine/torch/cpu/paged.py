@@ -6,6 +6,10 @@ earlier owner left in them matters.
 
 Scores, their softmax and sums are float32. keys and values of the pool are [blocks, block_size, kv_heads, head_dim]; the
 heads that share a KV head are neighbours.
+
+A query's result is the same to the last bit whether it comes alone or in a chunk of any length, since both kernels add in
+one order: a score by the lanes of `head_products`, weights by position modulo LANES and then by halves, values by position.
+So a request that is preempted, moved or continued elsewhere computes what it would have computed undisturbed.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from cluster.engine.torch.cpu.vectors import (
     LANES,
     TILE_COLUMNS,
     TILE_ROWS,
+    fused,
     head_products,
     narrowed,
     prefetch,
@@ -117,7 +122,7 @@ def score_keys(
                 for one in range(head, head + heads):
                     product = scores[one, position] if vectors else np.float32(0)
                     for i in range(vectors * LANES, dim):
-                        product += query[one, i] * widened(keys[block, offset, kv_head, i])
+                        product = fused(query[one, i], widened(keys[block, offset, kv_head, i]), product)
                     scores[one, position] = product
 
 
@@ -150,20 +155,55 @@ def add_values(weights: Array, values: Array, table: Array, begin: int, end: int
                 for one in range(head, head + heads):
                     for k in range(count):
                         for i in range(whole, dim):
-                            sums[one, i] += weights[one, position + k] * widened(values[block, offset + k, kv_head, i])
+                            number = widened(values[block, offset + k, kv_head, i])
+                            sums[one, i] = fused(weights[one, position + k], number, sums[one, i])
         position += count
 
 
 @reordering_kernel
-def soften(scores: Array) -> np.float32:
-    """Replace scores [positions] by e**(score - the greatest); returns their sum."""
+def greatest_of(scores: Array) -> np.float32:
     greatest = scores[0]
     for i in range(scores.shape[0]):
         greatest = max(greatest, scores[i])
-    total = np.float32(0)
-    for i in range(scores.shape[0]):
+    return greatest
+
+
+@kernel
+def sum_halves(parts: Array, count: int) -> None:
+    """Add the first `count` of parts [LANES, n] to parts[0], the upper half to the lower one until one is left."""
+    half = LANES
+    while half > 1:
+        half //= 2
+        for lane in range(half):
+            lower, upper = parts[lane], parts[lane + half]
+            for i in range(count):
+                lower[i] += upper[i]
+
+
+@kernel
+def soften(scores: Array, first: int, parts: Array) -> np.float32:
+    """Replace scores [positions], the first at position `first`, by e**(score - the greatest); returns their sum.
+
+    parts [LANES, 1] is written over.
+    """
+    count, greatest = scores.shape[0], greatest_of(scores)
+    for i in range(count):
         scores[i] = exp(scores[i] - greatest)
-        total += scores[i]
+    parts[:] = 0
+    lane = first % LANES
+    done = 0
+    if lane:
+        done = min(count, LANES - lane)
+        for i in range(done):
+            parts[lane + i, 0] += scores[i]
+    while done + LANES <= count:
+        for i in range(LANES):
+            parts[i, 0] += scores[done + i]
+        done += LANES
+    for i in range(count - done):
+        parts[i, 0] += scores[done + i]
+    sum_halves(parts, 1)
+    total: np.float32 = parts[0, 0]
     return total
 
 
@@ -185,7 +225,7 @@ def attend_decodes(
         longest = max(longest, contexts[row])
     scores = np.empty((heads, longest), np.float32)
     scaled, sums = np.empty((heads, dim), np.float32), np.empty((heads, values.shape[3]), np.float32)
-    totals = np.empty(heads, np.float32)
+    totals, parts = np.empty(heads, np.float32), np.empty((LANES, 1), np.float32)
     for row in range(contexts.shape[0]):
         end = contexts[row]
         begin = max(0, end - window)
@@ -194,7 +234,7 @@ def attend_decodes(
                 scaled[head, i] = widened(query[row, head, i]) * scaling
         score_keys(scaled, keys, values, tables[row], tables[min(row + 1, contexts.shape[0] - 1)], begin, end, scores)
         for head in range(heads):
-            totals[head] = soften(scores[head, begin:end])
+            totals[head] = soften(scores[head, begin:end], begin, parts)
         add_values(scores, values, tables[row], begin, end, sums)
         for head in range(heads):
             share = np.float32(1) / totals[head]
@@ -215,10 +255,11 @@ def attend_chunk(
     kv_heads, value_dim = keys.shape[2], values.shape[3]
     sharing = heads // kv_heads
     first = max(0, start + 1 - window)
-    seen, before = start + tokens - first, start - first
+    seen, before, vectors = start + tokens - first, start - first, dim // LANES
     key_rows, value_columns = np.empty((seen, dim), np.float32), np.empty((value_dim, seen), np.float32)
     columns, scores = np.empty((dim, TILE_COLUMNS), np.float32), np.empty((seen, TILE_COLUMNS), np.float32)
-    tile, totals = np.empty((TILE_ROWS, TILE_COLUMNS), np.float32), np.empty(TILE_COLUMNS, np.float32)
+    tile, totals = np.empty((TILE_ROWS, TILE_COLUMNS), np.float32), np.empty((LANES, TILE_COLUMNS), np.float32)
+    parts = np.empty((LANES, TILE_ROWS * TILE_COLUMNS), np.float32)
     for kv_head in range(kv_heads):
         gather(keys, values, table, first, kv_head, key_rows, value_columns)
         for begin in range(0, tokens * sharing, TILE_COLUMNS):
@@ -227,31 +268,69 @@ def attend_chunk(
             for i in range(count):
                 token, head = (begin + i) // sharing, kv_head * sharing + (begin + i) % sharing
                 for k in range(dim):
-                    columns[k, i] = widened(query[token, head, k]) * scaling
+                    columns[lane_order(k, vectors), i] = widened(query[token, head, k]) * scaling
             last = before + (begin + count - 1) // sharing + 1
-            multiply_tiles(key_rows[:last], columns, scores)
-            soften_columns(scores[:last], begin, sharing, before, window, totals)
+            score_tiles(key_rows[:last], columns, vectors, parts, scores)
+            soften_columns(scores[:last], begin, sharing, first, before, window, totals)
             for k in range(0, value_dim, TILE_ROWS):
                 rows = min(TILE_ROWS, value_dim - k)
                 multiply_tiles(value_columns[k : k + rows, :last], scores[:last], tile)
                 for i in range(count):
                     token, head = (begin + i) // sharing, kv_head * sharing + (begin + i) % sharing
                     for row in range(rows):
-                        out[token, head, k + row] = narrowed(out, tile[row, i] / totals[i])
+                        out[token, head, k + row] = narrowed(out, tile[row, i] * (np.float32(1) / totals[0, i]))
 
 
 @kernel
 def gather(
     keys: Array, values: Array, table: Array, first: int, kv_head: int, key_rows: Array, value_columns: Array
 ) -> None:
-    """One KV head from position `first` on, as float32: keys as key_rows [positions, dim], values as [dim, positions]."""
-    block_size = keys.shape[1]
+    """One KV head from position `first` on, as float32: keys as key_rows [positions, dim in the order of the lanes],
+    values as [dim, positions]."""
+    block_size, vectors = keys.shape[1], key_rows.shape[1] // LANES
     for i in range(key_rows.shape[0]):
         block, offset = table[(first + i) // block_size], (first + i) % block_size
         for k in range(key_rows.shape[1]):
-            key_rows[i, k] = widened(keys[block, offset, kv_head, k])
+            key_rows[i, lane_order(k, vectors)] = widened(keys[block, offset, kv_head, k])
         for k in range(value_columns.shape[0]):
             value_columns[k, i] = widened(values[block, offset, kv_head, k])
+
+
+@kernel
+def lane_order(k: int, vectors: int) -> int:
+    """Where number k of a head lies when the numbers of each lane are neighbours; what fills no vector stays behind."""
+    return k % LANES * vectors + k // LANES if k < vectors * LANES else k
+
+
+@kernel
+def score_tiles(key_rows: Array, columns: Array, vectors: int, parts: Array, scores: Array) -> None:
+    """The first rows of scores [positions, TILE_COLUMNS] = key_rows [positions, dim] @ columns [dim, TILE_COLUMNS], each
+    added up as `head_products` does it. parts [LANES, TILE_ROWS * TILE_COLUMNS] is written over."""
+    dim = key_rows.shape[1]
+    for row in range(0, key_rows.shape[0], TILE_ROWS):
+        rows = min(TILE_ROWS, key_rows.shape[0] - row)
+        if vectors:
+            for lane in range(LANES):
+                tile_product(
+                    columns,
+                    rows,
+                    key_rows.ctypes.data + row * key_rows.strides[0] + lane * vectors * key_rows.strides[1],
+                    key_rows.strides[0],
+                    columns.ctypes.data + lane * vectors * columns.strides[0],
+                    vectors,
+                    parts.ctypes.data + lane * parts.strides[0],
+                    columns.strides[0],
+                )
+            sum_halves(parts, rows * TILE_COLUMNS)
+        else:
+            parts[0] = 0
+        for one in range(rows):
+            target, sums = scores[row + one], parts[0, one * TILE_COLUMNS :]
+            for i in range(TILE_COLUMNS):
+                target[i] = sums[i]
+            for k in range(vectors * LANES, dim):
+                for i in range(TILE_COLUMNS):
+                    target[i] = fused(columns[k, i], key_rows[row + one, k], target[i])
 
 
 @kernel
@@ -271,10 +350,13 @@ def multiply_tiles(x: Array, columns: Array, out: Array) -> None:
 
 
 @kernel
-def soften_columns(scores: Array, begin: int, sharing: int, before: int, window: int, totals: Array) -> None:
+def soften_columns(
+    scores: Array, begin: int, sharing: int, first: int, before: int, window: int, totals: Array
+) -> None:
     """Replace each column of scores [positions, queries] by e**(score - the greatest), 0 where the query does not see.
 
-    Query i stands at position before + (begin + i) // sharing. totals [queries]: the sums of the columns.
+    Positions count from `first`; query i stands at before + (begin + i) // sharing. totals[0] of totals [LANES, queries]:
+    the sums of the columns.
     """
     queries = scores.shape[1]
     at, greatest = np.empty(queries, np.int32), np.full(queries, -np.inf, np.float32)
@@ -289,8 +371,9 @@ def soften_columns(scores: Array, begin: int, sharing: int, before: int, window:
             greatest[i] = row[i] if row[i] > greatest[i] else greatest[i]
     totals[:] = 0
     for position in range(scores.shape[0]):
-        row = scores[position]
+        row, sums = scores[position], totals[(first + position) % LANES]
         for i in range(queries):
             weight = exp(row[i] - greatest[i])
             row[i] = np.float32(0) if row[i] == -np.inf else weight
-            totals[i] += row[i]
+            sums[i] += row[i]
+    sum_halves(totals, queries)

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding  # type: ignore[import-untyped]
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
+
+from cluster.engine.torch.cpu.compiling import config
 
 LANES = 16
 """Floats of the vectors that are written here; the compiler splits them where the processor's are shorter."""
@@ -48,7 +50,14 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
 
 def _features() -> frozenset[str]:
-    return frozenset(name for name, is_there in llvmlite.binding.get_host_cpu_features().items() if is_there)
+    """Of the processor that numba compiles for, which need not be this one (NUMBA_CPU_FEATURES, NUMBA_ENABLE_AVX).
+
+    By these very names numba keeps apart what it finds in its cache, so sizes may depend on them, and on nothing else.
+    """
+    flags: str | None = config.CPU_FEATURES
+    if flags is None:
+        flags = str(get_host_cpu_features())  # type: ignore[no-untyped-call]
+    return frozenset(flag[1:] for flag in flags.split(",") if flag.startswith("+"))
 
 
 HAS_LONG_VECTORS = "avx512f" in _features()
@@ -153,8 +162,32 @@ def _upper_half(builder: Any, words: Any) -> Any:
 
 
 def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once where the processor does that by itself."""
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    return builder.call(_llvm(builder, f"llvm.fma.v{LANES}f32", kind), [a, b, c])
+    return builder.call(_llvm(builder, f"llvm.fmuladd.v{LANES}f32", kind), [a, b, c])
+
+
+def _sum_lanes(builder: Any, vector: Any) -> Any:
+    """By halves: the upper half of the lanes is added to the lower one until one is left."""
+    half = LANES
+    while half > 1:
+        half //= 2
+        lower, upper = (ir.Constant(ir.VectorType(_I32, half), list(range(i, i + half))) for i in (0, half))
+        vector = builder.fadd(
+            builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), lower),
+            builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), upper),
+        )
+    return builder.extract_element(vector, _I32(0))
+
+
+@generated
+def fused(_typing: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    """a * b + c of float32, rounded as the vectors' products are."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.call(_llvm(builder, "llvm.fmuladd.f32", ir.FunctionType(_FLOAT, [_FLOAT] * 3)), arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
 
 
 def _llvm(builder: Any, name: str, kind: Any) -> Any:
@@ -215,6 +248,7 @@ def head_products(
 ) -> Any:
     """head_products(heads, query, query_stride, like, key, vectors, out, out_stride): out[head] = query[head] . key.
 
+    Each lane sums its numbers in their order, then the lanes are added by halves.
     heads: 1 to TILE_ROWS queries, float32, of `vectors` x LANES numbers, at least one vector. key: as many, of the dtype of
     the array `like`. out: float32, a stride apart. All places are addresses and byte strides.
     """
@@ -231,11 +265,8 @@ def head_products(
                 return [_fused(builder, one, numbers, sum_) for one, sum_ in zip(loaded, sums, strict=True)]
 
             sums = _vector_loop(builder, vectors, add, [ir.Constant(_VECTOR, [0.0] * LANES)] * count)
-            add_lanes = _llvm(
-                builder, f"llvm.vector.reduce.fadd.v{LANES}f32", ir.FunctionType(_FLOAT, [_FLOAT, _VECTOR])
-            )
             for head, sum_ in enumerate(sums):
-                total = builder.call(add_lanes, [ir.Constant(_FLOAT, 0.0), sum_], fastmath=("reassoc",))
+                total = _sum_lanes(builder, sum_)
                 target = builder.add(out, builder.mul(out_stride, _I64(head)))
                 builder.store(total, builder.inttoptr(target, _FLOAT.as_pointer()), align=4)
 
