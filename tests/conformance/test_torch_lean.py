@@ -173,7 +173,7 @@ def test_logits_are_the_same_to_the_last_bit_however_a_sequence_is_cut_and_whate
     kept = SampleSpec(temperature=0.0)
     decodes = [Row((i,), 0, (20 + i,), kept) for i in range(1, 20)]
     chunk = [Row(tuple(range(30)), 0, (50, 51), kept)]
-    ways = {
+    ways: dict[str, tuple[tuple[int, ...], list[list[Row]]]] = {
         "whole": ((71,), [[]]),
         "token by token": ((1,) * 71, [[]] * 71),
         "in chunks": ((17, 1, 2, 33, 18), [[], chunk, decodes, [*decodes, *chunk], []]),

@@ -162,7 +162,7 @@ def add_values(weights: Array, values: Array, table: Array, begin: int, end: int
 
 @reordering_kernel
 def greatest_of(scores: Array) -> np.float32:
-    greatest = scores[0]
+    greatest: np.float32 = scores[0]
     for i in range(scores.shape[0]):
         greatest = max(greatest, scores[i])
     return greatest
