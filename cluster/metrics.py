@@ -63,3 +63,20 @@ REPLICA_BLOCKS_FREE = Metric("forebay_replica_kv_blocks_free", "Free KV blocks o
 REPLICA_BLOCKS_CACHED = Metric(
     "forebay_replica_kv_blocks_cached", "Free KV blocks of a replica that still hold a prefix.", ("replica",)
 )
+REPLICA_HOST_BLOCKS_FREE = Metric(
+    "forebay_replica_host_blocks_free", "Room of a replica for swapped-out KV blocks in host memory.", ("replica",)
+)
+REPLICA_URGENT_BLOCKED = Metric(
+    "forebay_replica_urgent_blocked",
+    "Times an urgent request had to wait on a replica because no victim could be preempted again.",
+    ("replica",),
+)
+REPLICA_PREFILL_TOKENS = Metric(
+    "forebay_replica_prefill_tokens", "Tokens of prompts, and of work computed again, that a replica ran.", ("replica",)
+)
+REPLICA_PREFIX_HIT_TOKENS = Metric(
+    "forebay_replica_prefix_hit_tokens", "Tokens that a replica found computed instead of running them.", ("replica",)
+)
+REPLICA_PADDING_TOKENS = Metric(
+    "forebay_replica_padding_tokens", "Tokens that a padding batching mode ran for nobody.", ("replica",)
+)

@@ -6,14 +6,30 @@ Owns: their creation in one registry and the translation of the router's events 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster import metrics as names
 from cluster.metrics import LATENCY_BUCKETS_SECONDS, PREEMPTION_BUCKETS, RATIO_BUCKETS, Metric
-from cluster.types import Outcome, PreemptionMeans, RefusalReason, ReplicaId
+from cluster.types import EngineLoad, Outcome, PreemptionMeans, RefusalReason, ReplicaId
 from router.view import Condition, ReplicaView
+
+REPLICA_GAUGES: tuple[tuple[Metric, Callable[[EngineLoad], int]], ...] = (
+    (names.REPLICA_SLOTS, lambda load: load.slots_total),
+    (names.REPLICA_RUNNING, lambda load: sum(level.requests for level in load.running)),
+    (names.REPLICA_WAITING, lambda load: sum(level.requests for level in load.waiting)),
+    (names.REPLICA_BLOCKS, lambda load: load.blocks_total),
+    (names.REPLICA_BLOCKS_FREE, lambda load: load.blocks_free),
+    (names.REPLICA_BLOCKS_CACHED, lambda load: load.blocks_cached),
+    (names.REPLICA_HOST_BLOCKS_FREE, lambda load: load.host_blocks_free),
+)
+REPLICA_TOTALS: tuple[tuple[Metric, Callable[[EngineLoad], int]], ...] = (
+    (names.REPLICA_URGENT_BLOCKED, lambda load: load.urgent_blocked_total),
+    (names.REPLICA_PREFILL_TOKENS, lambda load: load.prefill_tokens_total),
+    (names.REPLICA_PREFIX_HIT_TOKENS, lambda load: load.prefix_hit_tokens_total),
+    (names.REPLICA_PADDING_TOKENS, lambda load: load.padding_tokens_total),
+)
 
 
 class RouterMetrics:
@@ -41,11 +57,10 @@ class RouterMetrics:
         self._fenced, self._gaps = counter(names.FENCED), counter(names.GAPS)
         self._refusals = counter(names.REFUSALS)
         self._replicas_ready = gauge(names.REPLICAS_READY)
-        self._slots, self._running = gauge(names.REPLICA_SLOTS), gauge(names.REPLICA_RUNNING)
-        self._waiting = gauge(names.REPLICA_WAITING)
-        self._blocks, self._blocks_free = gauge(names.REPLICA_BLOCKS), gauge(names.REPLICA_BLOCKS_FREE)
-        self._blocks_cached = gauge(names.REPLICA_BLOCKS_CACHED)
-        self._replicas_shown: set[ReplicaId] = set()
+        self._replica_gauges = [(gauge(metric), figure) for metric, figure in REPLICA_GAUGES]
+        self._replica_totals = [(counter(metric), figure) for metric, figure in REPLICA_TOTALS]
+        self._replicas_shown: dict[ReplicaId, EngineLoad] = {}
+        """With the load that was last seen, from which totals have been counted on."""
         self._tokens_out_of: dict[str, Counter] = {}
 
     def accepted(self, priority_class: str, prompt_tokens: int) -> None:
@@ -101,22 +116,21 @@ class RouterMetrics:
     def replicas(self, views: Iterable[ReplicaView]) -> None:
         """Show these replicas and no others: one that is gone leaves no series behind."""
         ready = 0
-        shown: set[ReplicaId] = set()
+        shown: dict[ReplicaId, EngineLoad] = {}
         for view in views:
             ready += view.condition is Condition.ROUTABLE
             load = view.load
             if load is None:
                 continue
-            shown.add(view.replica_id)
-            self._slots.labels(view.replica_id).set(load.slots_total)
-            self._running.labels(view.replica_id).set(sum(level.requests for level in load.running))
-            self._waiting.labels(view.replica_id).set(sum(level.requests for level in load.waiting))
-            self._blocks.labels(view.replica_id).set(load.blocks_total)
-            self._blocks_free.labels(view.replica_id).set(load.blocks_free)
-            self._blocks_cached.labels(view.replica_id).set(load.blocks_cached)
-        of_replicas = (self._slots, self._running, self._waiting, self._blocks, self._blocks_free, self._blocks_cached)
-        for gone in self._replicas_shown - shown:
-            for metric in of_replicas:
+            before = self._replicas_shown.get(view.replica_id)
+            shown[view.replica_id] = load
+            for gauge, figure in self._replica_gauges:
+                gauge.labels(view.replica_id).set(figure(load))
+            for total, figure in self._replica_totals:
+                now, then = figure(load), 0 if before is None else figure(before)
+                total.labels(view.replica_id).inc(now - then if now >= then else now)  # less: it has started anew
+        for gone in self._replicas_shown.keys() - shown.keys():
+            for metric, _ in (*self._replica_gauges, *self._replica_totals):
                 metric.remove(gone)
         self._replicas_shown = shown
         self._replicas_ready.set(ready)
