@@ -1,6 +1,6 @@
 """One request in progress.
 
-Owns: its tokens, its text, what its penalties count, its prompt's scores, and what its next row asks of the backend.
+Owns: its tokens, its text, its prompt's scores, and what its next row asks of the backend.
 Imports cluster and cluster.engine, never a backend. Invariants: all of it follows from the request and the tokens so
 far, so that a request cut anywhere and built again from its emitted tokens goes on as if nothing had happened;
 `state.tokens` is the length of prompt and output.
@@ -10,23 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.engine.chance import uniform
+from cluster.engine.draws import Draws
 from cluster.engine.kv_cache import IntegrityError
 from cluster.engine.prefix import PrefixHashes
 from cluster.engine.scheduling.sequence import SequenceState
 from cluster.engine.text import TextStage
-from cluster.ports import Penalties, Row, RowOutput, SampleSpec, ScoreSpec
-from cluster.types import FinishReason, Request, Sampling, TokenDelta, TokenLogprob
+from cluster.ports import Row, RowOutput, ScoreSpec
+from cluster.types import FinishReason, Request, TokenDelta, TokenLogprob
 
 
 class Live:
     """A request with its scheduling state. A waiting one is little more than its prompt: nothing of it is copied."""
 
     __slots__ = (
-        "_counts",
+        "_draws",
         "_eos",
-        "_penalties",
-        "_spec",
         "hashes",
         "output",
         "registered",
@@ -57,10 +55,7 @@ class Live:
         self.scores: list[TokenLogprob] | None = [] if wants_scores else None
         """Of the prompt, as far as it has been run; None once they have been said, or where none are asked for."""
         self._eos = () if s.ignore_eos else eos
-        self._counts: dict[int, int] | None = {} if _has_penalties(s) else None
-        self._penalties = _penalties(request, self._counts)
-        self._spec: SampleSpec | None = None
-        """What every further token is drawn with, where it stays the same."""
+        self._draws = Draws(s, request.choice, request.prompt_ids, self._eos)
         self.state = SequenceState(
             (request.request_id, attempt),
             request.priority,
@@ -99,8 +94,7 @@ class Live:
         """Append an output token. Returns the text that became certain with it and whether it ended the request."""
         self.output.append(token_id)
         self.state.tokens += 1
-        if self._counts is not None:
-            self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        self._draws.took(token_id)
         if token_id in self._eos:
             return self.text.finish(), FinishReason.STOP
         piece = self.text.push(token_id)
@@ -129,30 +123,9 @@ class Live:
             token_ids=self.tokens(start, end),
             start=start,
             block_table=block_table,
-            sample=self._sample() if draws and not self.only_scores else None,
+            sample=self._draws.spec() if draws and not self.only_scores else None,
             score=self._score(start, end) if self.scores is not None else None,
         )
-
-    def _sample(self) -> SampleSpec:
-        if self._spec is not None:
-            return self._spec
-        s = self.request.sampling
-        index = len(self.output)
-        banned = self._eos if index < s.min_tokens else ()
-        spec = SampleSpec(
-            s.temperature,
-            s.top_p,
-            s.top_k,
-            uniform(s.seed, self.request.choice, index) if s.temperature > 0 else 0.0,
-            s.min_p,
-            s.logit_bias,
-            banned,
-            self._penalties,
-            s.logprobs,
-        )
-        if s.temperature <= 0 and not banned:
-            self._spec = spec
-        return spec
 
     def _score(self, start: int, end: int) -> ScoreSpec | None:
         top = self.request.sampling.prompt_logprobs
@@ -203,14 +176,3 @@ class Live:
             scores, self.scores = tuple(self.scores), None
         request_id, attempt = self.state.identity
         return TokenDelta(request_id, attempt, index, token_ids, pieces, finish, error, logprobs, scores)
-
-
-def _has_penalties(s: Sampling) -> bool:
-    return bool(s.presence_penalty or s.frequency_penalty) or s.repetition_penalty != 1.0
-
-
-def _penalties(request: Request, counts: dict[int, int] | None) -> Penalties | None:
-    if counts is None:
-        return None
-    s = request.sampling
-    return Penalties(s.presence_penalty, s.frequency_penalty, s.repetition_penalty, counts, request.prompt_ids)
