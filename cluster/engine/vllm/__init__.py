@@ -1,0 +1,1 @@
+"""The vLLM backend: vLLM's engine core under our order, our sampling and our text."""

@@ -1,0 +1,68 @@
+"""Between our requests and vLLM's, value by value.
+
+Owns: the request that the core is sent, and the reading of its outputs. Imports vLLM's internals. Invariant: it decides
+nothing and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cluster.engine.vllm.internals import EngineCoreRequest, SamplingParams
+from cluster.engine.vllm.wire import NOTE_KEY, RequestNote, core_id, encode
+from cluster.ports import RowOutput
+from cluster.types import Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from cluster.engine.vllm.internals import EngineCoreOutput
+
+
+def core_request(request: Request, attempt: int, eos: tuple[int, ...]) -> EngineCoreRequest:
+    """To vLLM all is prompt that the request has so far, and every request is greedy (see sampler.py)."""
+    s = request.sampling
+    note = RequestNote.of(request, attempt, eos)
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=max(1, s.max_tokens - len(request.emitted_ids)),
+        stop_token_ids=list(note.eos),
+        ignore_eos=True,  # `stop_token_ids` says all
+        logprobs=s.logprobs,
+        prompt_logprobs=None if request.emitted_ids else s.prompt_logprobs,
+        detokenize=False,
+        skip_clone=True,
+        extra_args={NOTE_KEY: encode(note)},
+    )
+    return EngineCoreRequest(
+        request_id=core_id(request.request_id, attempt),
+        prompt_token_ids=[*request.prompt_ids, *request.emitted_ids],
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=request.arrived_unix_s,
+        lora_request=None,
+        cache_salt=f"tenant:{request.tenant}",  # also of the empty name: no prefix is shared without a salt
+        data_parallel_rank=None,
+        priority=-request.priority,
+    )
+
+
+def row_output(output: EngineCoreOutput, place: int, logprobs: int | None) -> RowOutput:
+    """Of the token at `place` of an output; `logprobs` is what the request asked for."""
+    token_id = output.new_token_ids[place]
+    if logprobs is None or output.new_logprobs is None:
+        return RowOutput(token_id)
+    lists = output.new_logprobs
+    return RowOutput(token_id, _token_logprob(lists.logprob_token_ids[place], lists.logprobs[place], logprobs))
+
+
+def prompt_scores(tensors: Any, top: int) -> tuple[TokenLogprob, ...]:
+    """One per prompt token but the first."""
+    rows = zip(tensors.logprob_token_ids, tensors.logprobs, strict=True)
+    return tuple(_token_logprob(ids, logprobs, top) for ids, logprobs in rows)
+
+
+def _token_logprob(ids: Any, logprobs: Any, top: int) -> TokenLogprob:
+    """A row is the token itself, then the likeliest; of the batch's longest wish, hence it may be longer than asked."""
+    first, *values = logprobs.tolist()
+    likeliest = zip(ids.tolist()[1 : top + 1], values[:top], strict=True)
+    return TokenLogprob(first, tuple(sorted(likeliest, key=lambda pair: (-pair[1], pair[0]))))

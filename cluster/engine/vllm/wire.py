@@ -1,0 +1,82 @@
+"""What the adapter and vLLM's engine core tell each other beyond vLLM's own messages.
+
+Owns: both notes and their bytes. They travel inside free-form fields that vLLM carries and does not read: a request's in
+`SamplingParams.extra_args`, a step's in the `kv_transfer_params` of an output that belongs to no request. Imports
+cluster.types, never vllm. Invariant: encoding is msgpack; nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.types import EngineLoad, Preempted, Request, RequestId, Sampling, Value
+
+NOTE_KEY = "forebay"
+"""Of both dictionaries, and of `additional_config`."""
+STEP_NOTE_ID = "forebay:step"
+"""The request id of the output that carries a step's note; `core_id` never gives it."""
+
+
+class RequestNote(Value, frozen=True):
+    """What our scheduler and our sampling must know of a request. vLLM's own fields say that its prompt is
+    `prompt_tokens` + `emitted_tokens` long."""
+
+    request_id: RequestId
+    attempt: int
+    tenant: str
+    priority: int
+    priority_class: str
+    arrived_unix_s: float
+    prompt_tokens: int
+    emitted_tokens: int
+    choice: int
+    stated_output_tokens: int | None
+    eos: tuple[int, ...]
+    """The tokens that end it; none where it ignores them."""
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, request: Request, attempt: int, eos: tuple[int, ...]) -> RequestNote:
+        return cls(
+            request_id=request.request_id,
+            attempt=attempt,
+            tenant=request.tenant,
+            priority=request.priority,
+            priority_class=request.priority_class,
+            arrived_unix_s=request.arrived_unix_s,
+            prompt_tokens=len(request.prompt_ids),
+            emitted_tokens=len(request.emitted_ids),
+            choice=request.choice,
+            stated_output_tokens=request.stated_output_tokens,
+            eos=() if request.sampling.ignore_eos else eos,
+            sampling=request.sampling,
+        )
+
+
+class StepNote(Value, frozen=True):
+    """What changed in the core: its load now, and whom it preempted since the last note."""
+
+    load: EngineLoad
+    preempted: tuple[Preempted, ...] = ()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(RequestNote)
+_step_decoder = msgspec.msgpack.Decoder(StepNote)
+
+
+def core_id(request_id: RequestId, attempt: int) -> str:
+    """What an attempt is called in vLLM."""
+    return f"{attempt}#{request_id}"
+
+
+def encode(note: RequestNote | StepNote) -> bytes:
+    return _encoder.encode(note)
+
+
+def decode_request(data: bytes) -> RequestNote:
+    return _request_decoder.decode(data)
+
+
+def decode_step(data: bytes) -> StepNote:
+    return _step_decoder.decode(data)
