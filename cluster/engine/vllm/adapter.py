@@ -26,6 +26,7 @@ from cluster.config import EngineConfig
 from cluster.engine.intake import Intake
 from cluster.engine.live import Live
 from cluster.engine.scheduling.sequence import Identity
+from cluster.engine.vllm.internals import close_core, core_pids
 from cluster.engine.vllm.translate import core_request, prompt_scores, row_output
 from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, StepNote, core_id, decode_step
 from cluster.ports import Clock, EngineProgress, StepResult
@@ -144,7 +145,7 @@ class VllmEngine:
         """End the core's process and the thread; returns when both have ended. Not to be called from a callback."""
         self._stopping = True
         if self._thread is None:
-            self._client.shutdown()
+            close_core(self._client)
             return
         loop, task = self._loop, self._main_task
         if loop is not None and task is not None and not loop.is_closed():
@@ -167,7 +168,7 @@ class VllmEngine:
 
     def core_pids(self) -> tuple[int, ...]:
         """Process ids of the engine core."""
-        return tuple(process.pid for process in self._client.resources.engine_manager.processes)
+        return core_pids(self._client)
 
     def _ask(self, call: str, *args: str) -> Future[Any]:
         assert self._loop is not None, "to be asked after start"
@@ -195,7 +196,7 @@ class VllmEngine:
         self._ready.set()
         if self._failure:
             on_death(self._failure)
-        self._client.shutdown()
+        close_core(self._client)
 
     async def _main(self) -> None:
         self._loop, self._wake, self._main_task = asyncio.get_running_loop(), asyncio.Event(), asyncio.current_task()

@@ -23,11 +23,16 @@ __all__ = [
     "RequestQueue",
     "RequestStatus",
     "SamplingParams",
+    "close_core",
+    "core_pids",
     "launch_core",
     "process_dict_updates",
 ]
 
 check_version()
+
+SHUTDOWN_TIMEOUT_S = 5.0
+"""A core that has not ended after this is killed."""
 
 if TYPE_CHECKING:
     from enum import IntEnum
@@ -224,3 +229,13 @@ def launch_core(engine_args: Mapping[str, object]) -> CoreClient:
         vllm_config=config, executor_class=Executor.get_class(config), log_stats=False
     )
     return client
+
+
+def close_core(client: CoreClient) -> None:
+    """End the core's processes and close the sockets to it. After the client's loop has ended."""
+    client.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+    client.resources.ctx.destroy(linger=0)
+
+
+def core_pids(client: CoreClient) -> tuple[int, ...]:
+    return tuple(process.pid for process in client.resources.engine_manager.processes)
