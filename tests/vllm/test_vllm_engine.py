@@ -222,7 +222,7 @@ def test_tokens_are_drawn_by_seed_choice_and_index_whatever_else_runs(
 def test_a_request_cut_anywhere_and_resumed_from_its_emitted_tokens_goes_on_as_if_nothing_had_happened(
     engine: Listener, cut: int
 ) -> None:
-    whole = request("whole", max_tokens=26, seed=11, ignore_eos=False, min_tokens=23, **CHANCE, **PENALTIES)
+    whole = low("whole", max_tokens=26, seed=11, ignore_eos=False, min_tokens=23, **CHANCE, **PENALTIES)
     (expected,) = engine.run(whole)
     assert len(expected.token_ids) >= 23
     rest = msgspec.structs.replace(whole, request_id="rest", emitted_ids=tuple(expected.token_ids[:cut]))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import EngineConfig
 from cluster.engine.scheduling.plan import Preemption, StepPlan
+from cluster.engine.scheduling.sequence import SequenceState
 from cluster.engine.vllm.internals import (
     AsyncScheduler,
     EngineCore,
@@ -101,13 +102,19 @@ class ForebayScheduler(AsyncScheduler):
         """Drop its blocks, for whatever reason; vLLM calls this too, where a running one finds no block."""
         core_id, pool = request.request_id, self.kv_cache_manager.block_pool
         preemption = self._victims.pop(core_id, None)
-        computed, free_before = request.num_computed_tokens, pool.get_num_free_blocks()
-        super()._preempt_request(request, timestamp, drop_stale_output)
         urgent = None if preemption is None else preemption.urgent
-        self._ledger.drop(core_id, request.num_tokens, for_urgent=urgent is not None)
+        computed, free_before = request.num_computed_tokens, pool.get_num_free_blocks()
+        self._drop(request, timestamp, for_urgent=urgent is not None, drop_stale_output=drop_stale_output)
+        freed = pool.get_num_free_blocks() - free_before
+        self._tell(core_id, urgent, freed, computed, PreemptionMeans.RECOMPUTE)
+
+    def _drop(
+        self, request: CoreRequest, timestamp: float, *, for_urgent: bool, drop_stale_output: bool = False
+    ) -> None:
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        self._ledger.drop(request.request_id, request.num_tokens, for_urgent=for_urgent)
         if request.num_in_flight_tokens:
-            self._unsettled.add(core_id)
-        self._tell(core_id, preemption, pool.get_num_free_blocks() - free_before, computed, PreemptionMeans.RECOMPUTE)
+            self._unsettled.add(request.request_id)
 
     def _free_request(self, request: CoreRequest, delay_free_blocks: bool = False) -> tuple[object, object]:
         tracked = self._ledger.remove(request.request_id)
@@ -137,7 +144,7 @@ class ForebayScheduler(AsyncScheduler):
         if request.status is RequestStatus.RUNNING:
             if request in self.running:
                 self.running.remove(request)
-            self._preempt_request(request, time.monotonic())
+            self._drop(request, time.monotonic(), for_urgent=False)
         self._ledger.park(core_id)
         return True
 
@@ -221,7 +228,7 @@ class ForebayScheduler(AsyncScheduler):
         request = self.requests[core_id]
         if preemption.means is PreemptionMeans.PAUSE:
             self._ledger.pause(core_id)
-            self._tell(core_id, preemption, 0, request.num_computed_tokens, PreemptionMeans.PAUSE)
+            self._tell(core_id, preemption.urgent, 0, 0, PreemptionMeans.PAUSE)
             return
         self._victims[core_id] = preemption
         self._preempt_request(request, now_s)
@@ -262,13 +269,16 @@ class ForebayScheduler(AsyncScheduler):
         return encode(StepNote(load=self._load(), preempted=preempted))
 
     def _tell(
-        self, core_id: str, preemption: Preemption | None, blocks_freed: int, computed: int, means: PreemptionMeans
+        self,
+        core_id: str,
+        urgent: SequenceState | None,
+        blocks_freed: int,
+        tokens_to_recompute: int,
+        means: PreemptionMeans,
     ) -> None:
         request_id, attempt = self._ledger.get(core_id).state.identity
-        urgent = None if preemption is None else preemption.urgent
-        lost = computed if means is PreemptionMeans.RECOMPUTE else 0
         for_request_id = None if urgent is None else urgent.identity[0]
-        self._preempted.append(Preempted(request_id, attempt, for_request_id, blocks_freed, lost, means))
+        self._preempted.append(Preempted(request_id, attempt, for_request_id, blocks_freed, tokens_to_recompute, means))
         self._count.preemptions += 1
 
     def _load(self) -> EngineLoad:

@@ -1,0 +1,198 @@
+"""Our scheduler in vLLM's core without a process or a model: stepped by hand, with as many steps in flight as vLLM has.
+
+A CPU runs vLLM one step at a time. On a GPU the next step is scheduled while one runs, so that the scheduler works with
+output that is still on its way. `Core` does that too, in the order of vLLM's `EngineCore.step_with_batch_queue`.
+
+`Worker` stands where the model runner does and keeps what that one keeps: block tables, and in each slot of each block
+which text was written there. In each step it checks that all that the step reads is there. Its next token is
+a hash of the whole text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cluster.config import EngineConfig
+from cluster.engine.vllm.build import engine_arguments
+from cluster.engine.vllm.scheduler import ForebayScheduler
+from cluster.engine.vllm.translate import core_request
+from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, StepNote, core_id, decode_step
+from cluster.model import ModelFolder
+from cluster.types import Preempted, Request
+
+TOKENS = 1000
+
+
+def next_token(text: tuple[int, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(text).encode(), digest_size=4).digest(), "big") % TOKENS + 3
+
+
+def undisturbed(r: Request) -> list[int]:
+    text = tuple(r.prompt_ids) + tuple(r.emitted_ids)
+    made: list[int] = []
+    while len(r.emitted_ids) + len(made) < r.sampling.max_tokens:
+        made.append(next_token((*text, *made)))
+    return made
+
+
+@dataclass
+class Worker:
+    """Raises AssertionError where a step reads keys and values that are not there."""
+
+    block_size: int
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    made: dict[str, list[int]] = field(default_factory=dict)
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    written: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """(block, slot) -> the text up to and with the token whose keys and values are there."""
+    in_last_step: set[str] = field(default_factory=set)
+
+    def run(self, step: Any) -> Any:
+        from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found, unused-ignore]
+
+        for core_request_id in step.finished_req_ids:
+            for known in (self.prompts, self.made, self.tables):
+                known.pop(core_request_id, None)
+        for new in step.scheduled_new_reqs:
+            self.prompts[new.req_id], self.made[new.req_id] = list(new.prompt_token_ids), []
+            self.tables[new.req_id] = list(new.block_ids[0])
+        cached = step.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        for place, name in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[place]
+            if name in cached.resumed_req_ids:
+                self.tables[name] = list(blocks[0])
+            elif blocks is not None:
+                self.tables[name].extend(blocks[0])
+            if name not in self.in_last_step:
+                made = cached.num_output_tokens[place]
+                assert cached.all_token_ids[name][-made:] == self.made[name] or not made, "tokens are lost on the way"
+            computed[name] = cached.num_computed_tokens[place]
+        # A layer writes all keys and values of a step before it reads any, so a step may share what it writes itself.
+        for name, tokens in step.num_scheduled_tokens.items():
+            self._write(name, computed[name], tokens)
+        sampled = [self._read(name, computed[name] + tokens) for name, tokens in step.num_scheduled_tokens.items()]
+        self.in_last_step = set(step.num_scheduled_tokens)
+        names = list(step.num_scheduled_tokens)
+        return ModelRunnerOutput(names, {name: k for k, name in enumerate(names)}, sampled)
+
+    def _text(self, name: str) -> tuple[int, ...]:
+        return (*self.prompts[name], *self.made[name])
+
+    def _slot(self, name: str, position: int) -> tuple[int, int]:
+        return self.tables[name][position // self.block_size], position % self.block_size
+
+    def _write(self, name: str, computed: int, tokens: int) -> None:
+        text = self._text(name)
+        assert computed + tokens <= len(text)
+        for position in range(computed, computed + tokens):
+            self.written[self._slot(name, position)] = text[: position + 1]
+
+    def _read(self, name: str, end: int) -> list[int]:
+        text = self._text(name)
+        for position in range(end):
+            assert self.written.get(self._slot(name, position)) == text[: position + 1], (
+                f"{name}: position {position} is not where its block table says"
+            )
+        if end < len(text):
+            return []
+        self.made[name].append(next_token(text))
+        return [self.made[name][-1]]
+
+
+class Core:
+    """Steps the scheduler with `depth` steps in flight, and gathers what comes out."""
+
+    def __init__(self, scheduler: ForebayScheduler, hasher: Any, config: EngineConfig, depth: int) -> None:
+        self.scheduler = scheduler
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+        self.preempted: list[Preempted] = []
+        self.note: StepNote | None = None
+        self.ran: dict[str, int] = {}
+        """Tokens of each request in the step that was scheduled last."""
+        self._hasher = hasher
+        self._worker = Worker(config.block_size_tokens)
+        self._depth = depth
+        self._in_flight: deque[tuple[Any, Any]] = deque()
+
+    def add(self, r: Request) -> str:
+        from vllm.v1.request import Request as VllmRequest  # type: ignore[import-not-found, unused-ignore]
+
+        name = core_id(r.request_id, 0)
+        self.outputs[name] = []
+        self.scheduler.add_request(VllmRequest.from_engine_core_request(core_request(r, 0, ()), self._hasher))
+        return name
+
+    def abort(self, name: str) -> None:
+        from cluster.engine.vllm.internals import RequestStatus
+
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+        self.ended.add(name)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.has_requests()  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """One turn of vLLM's loop: schedule, and take output once as many steps are in flight as can be."""
+        if self.scheduler.has_requests():  # type: ignore[attr-defined]
+            step = self.scheduler.schedule()
+            self.ran = dict(step.num_scheduled_tokens)
+            self._in_flight.append((step, self._worker.run(step)))
+            if len(self._in_flight) < self._depth and self.ran:
+                return
+        if self._in_flight:
+            self._take(self.scheduler.update_from_output(*self._in_flight.popleft()))
+
+    def drain(self, steps: int = 5000) -> None:
+        for _ in range(steps):
+            if not self.has_work:
+                return
+            self.step()
+        raise AssertionError(f"not done after {steps} steps")
+
+    def _take(self, by_client: dict[int, Any]) -> None:
+        for output in by_client[0].outputs:
+            if output.request_id == STEP_NOTE_ID:
+                self.note = decode_step(output.kv_transfer_params[NOTE_KEY])
+                self.preempted.extend(self.note.preempted)
+                continue
+            assert output.request_id not in self.ended, "something came after the end"
+            self.outputs[output.request_id].extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ended.add(output.request_id)
+
+
+def make_core(model: ModelFolder, config: EngineConfig, *, depth: int) -> Core:
+    from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found, unused-ignore]
+    from vllm.utils.hashing import sha256  # type: ignore[import-not-found, unused-ignore]
+    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found, unused-ignore]
+        get_request_block_hasher,
+        init_none_hash,
+    )
+    from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found, unused-ignore]
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found, unused-ignore]
+
+    size, blocks = config.block_size_tokens, config.blocks + 1
+    vllm_config = AsyncEngineArgs(**engine_arguments(model, config, eager=True)).create_engine_config()
+    vllm_config.scheduler_config.async_scheduling = depth > 1  # vLLM's CPU platform turns it off
+    vllm_config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    init_none_hash(sha256)
+    scheduler = ForebayScheduler(
+        vllm_config=vllm_config,
+        kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=size,
+    )
+    return Core(scheduler, get_request_block_hasher(size, sha256), config, depth)
