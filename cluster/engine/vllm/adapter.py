@@ -238,7 +238,8 @@ class VllmEngine:
     async def _add(self, request: Request, attempt: int) -> tuple[TokenDelta, ...]:
         taken = self._intake.take(request, attempt)
         if isinstance(taken, TokenDelta):
-            self._answered_adds += 1
+            with self._lock:
+                self._answered_adds += 1
             return (taken,)
         name = core_id(request.request_id, attempt)
         self._live[name] = taken
