@@ -20,7 +20,7 @@ from cluster.engine.chance import uniform
 from cluster.engine.torch.sampling import draw
 from cluster.engine.vllm.adapter import VllmEngine
 from cluster.model import ModelFolder
-from cluster.ports import Penalties, SampleSpec, StepResult
+from cluster.ports import EnginePort, Penalties, SampleSpec, StepResult
 from cluster.types import EngineLoad, Preempted, Request, RequestId, Sampling
 from tests.conformance.engine_kit import Output
 
@@ -47,7 +47,8 @@ class Listener:
     first_index: dict[str, int] = field(default_factory=dict)
 
     def start(self) -> None:
-        self.engine.start(self.results.put, lambda why: self.deaths.put((time.monotonic(), why)))
+        port: EnginePort = self.engine
+        port.start(self.results.put, lambda why: self.deaths.put((time.monotonic(), why)))
 
     def add(self, *requests: Request) -> None:
         for r in requests:

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -85,7 +86,7 @@ class VllmEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._main_task: asyncio.Task[None] | None = None
-        self._calls: set[asyncio.Task[None]] = set()
+        self._tasks: asyncio.TaskGroup | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._on_result: Callable[[StepResult], None] = _nobody
@@ -148,8 +149,9 @@ class VllmEngine:
             close_core(self._client)
             return
         loop, task = self._loop, self._main_task
-        if loop is not None and task is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(task.cancel)
+        if loop is not None and task is not None:
+            with suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(task.cancel)
         self._thread.join()
 
     # --- beyond the port ---
@@ -185,12 +187,12 @@ class VllmEngine:
     def _run(self, on_death: Callable[[str], None]) -> None:
         try:
             asyncio.run(self._main())
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            pass
+        except asyncio.CancelledError:
+            pass  # by `stop`
         except BaseException as error:  # whatever it was, the engine has ended and must say so
             if not self._stopping:
                 log.critical("the vLLM engine died", exc_info=error)
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = _reason(error)
         self._alive = False
         self._busy_since_s = None
         self._ready.set()
@@ -199,21 +201,22 @@ class VllmEngine:
         close_core(self._client)
 
     async def _main(self) -> None:
-        self._loop, self._wake, self._main_task = asyncio.get_running_loop(), asyncio.Event(), asyncio.current_task()
-        self._ready.set()
-        receive, send = asyncio.create_task(self._receive()), asyncio.create_task(self._send())
-        try:
-            done, _ = await asyncio.wait((receive, send), return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            receive.cancel()
-            send.cancel()
+        """Until it is cancelled, or the first of its tasks fails."""
+        async with asyncio.TaskGroup() as self._tasks:
+            self._loop, self._wake, self._main_task = (
+                asyncio.get_running_loop(),
+                asyncio.Event(),
+                asyncio.current_task(),
+            )
+            self._tasks.create_task(self._receive())
+            self._tasks.create_task(self._send())
+            self._ready.set()
 
     def _notify(self) -> None:
         loop, wake = self._loop, self._wake
-        if loop is not None and wake is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(wake.set)
+        if loop is not None and wake is not None:
+            with suppress(RuntimeError):  # the loop has ended: nobody is to be woken
+                loop.call_soon_threadsafe(wake.set)
 
     async def _send(self) -> None:
         assert self._wake is not None
@@ -262,9 +265,9 @@ class VllmEngine:
         self._publish(note, deltas)
 
     def _follow(self, call: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        """Have it done beside what goes on; if it fails, the engine does."""
+        assert self._tasks is not None
+        self._tasks.create_task(call)
 
     async def _receive(self) -> None:
         while True:
@@ -332,3 +335,10 @@ class VllmEngine:
 
 def _nobody(result: StepResult) -> None:
     raise AssertionError(f"a result before the start: {result}")
+
+
+def _reason(error: BaseException) -> str:
+    """The first failure of a group is its cause; the others are its consequences."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
