@@ -27,7 +27,7 @@ def test_a_full_engine_refuses_and_a_killed_core_is_a_death_within_a_second(tiny
         too_many = request("one too many")
         listener.add(too_many)
         listener.engine.add(running[0], 0)  # a repeat is ignored, and counted
-        refusals = []
+        refusals: list[Refusal] = []
         while len(refusals) < 1 or listener.load is None or listener.load.adds_total < 5:
             refusals += listener.take_one().refusals
         assert refusals == [Refusal(too_many.request_id, 0, RefusalReason.FULL)]

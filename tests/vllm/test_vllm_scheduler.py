@@ -74,6 +74,7 @@ def test_under_any_load_every_request_ends_with_the_output_that_it_has_alone(
         if parked and rng.random() < 0.3:
             c.scheduler.call_unpark(parked.pop())
         c.step()
+        assert list(c.scheduler.call_places().values()).count("running") <= SMALL["slots"]
     for name in parked:
         c.scheduler.call_unpark(name)
     c.drain()
@@ -115,6 +116,18 @@ def test_a_long_urgent_prompt_comes_before_the_rest_of_a_less_urgent_one(tiny_mo
         c.step()
         steps.append(c.ran.get(urgent, 0))
     assert steps == [24, 24, 12]
+    c.drain()
+
+
+@depths
+def test_a_less_urgent_prompt_gets_nothing_of_what_an_urgent_one_can_use(tiny_model: ModelFolder, depth: int) -> None:
+    """The plan leaves 4 tokens of 24 to the one that runs; vLLM, which asks that one first, would give it all."""
+    c = core(tiny_model, depth, blocks=60)
+    c.add(request("slow", prompt=90, max_tokens=2, priority=-10))
+    c.step()
+    urgent = c.add(request("urgent", prompt=20, max_tokens=2, priority=10))
+    c.step()
+    assert c.ran[urgent] == 20
     c.drain()
 
 

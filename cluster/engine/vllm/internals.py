@@ -118,8 +118,6 @@ if TYPE_CHECKING:
         requests: dict[str, CoreRequest]
         waiting: RequestQueue
         running: list[CoreRequest]
-        max_num_running_reqs: int
-        max_num_active_reqs: int
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def add_request(self, request: CoreRequest) -> None: ...

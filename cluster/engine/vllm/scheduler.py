@@ -76,7 +76,6 @@ class ForebayScheduler(AsyncScheduler):
             plan = ledger.plan(self.kv_cache_manager.block_pool.get_num_free_blocks(), self._shared, self._freed)
             held_back = self._carry_out(plan)
         offered = tuple(self._offered.offered)
-        self.max_num_active_reqs = self.max_num_running_reqs - len(held_back)
         output = super().schedule(throttle_prefills)
         self._looked = False
         self.running.extend(held_back)
