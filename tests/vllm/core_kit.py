@@ -158,7 +158,7 @@ class Core:
         raise AssertionError(f"not done after {steps} steps")
 
     def _take(self, by_client: dict[int, Any]) -> None:
-        for output in by_client[0].outputs:
+        for output in (output for of_client in by_client.values() for output in of_client.outputs):
             if output.request_id == STEP_NOTE_ID:
                 self.note = decode_step(output.kv_transfer_params[NOTE_KEY])
                 self.preempted.extend(self.note.preempted)

@@ -88,6 +88,8 @@ class ForebayScheduler(AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._looked = False
+        if not scheduler_output.num_scheduled_tokens:
+            return outputs  # a turn that only tells the worker who has ended
         self._count.steps += 1
         self._count.tokens += sum(len(o.new_token_ids) for of_client in outputs.values() for o in of_client.outputs)
         note = EngineCoreOutput(STEP_NOTE_ID, [], kv_transfer_params={NOTE_KEY: self.step_note()})
