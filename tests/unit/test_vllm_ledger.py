@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from importlib import metadata
 
 import msgspec
@@ -52,11 +51,7 @@ def add(ledger: Ledger, *requests: Request) -> list[str]:
 
 def plan(ledger: Ledger, pool_blocks_free: int) -> StepPlan:
     """Of requests that share no blocks."""
-
-    def freed(name: str, gone: Collection[str]) -> int:
-        return ledger.get(name).held_blocks
-
-    return ledger.plan(pool_blocks_free, lambda name: (0, 0), freed)
+    return ledger.plan(pool_blocks_free, lambda name: (0, 0), lambda name: ())
 
 
 def decode(ledger: Ledger, name: str, *, tokens: int, blocks: int) -> None:

@@ -11,20 +11,21 @@ therefore promised: they count as held by it and not as free, though vLLM's pool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from cluster.config import BatchingMode, EngineConfig
 from cluster.engine.kv_cache import IntegrityError
 from cluster.engine.scheduling.choose import order_for, planner_for
+from cluster.engine.scheduling.giving import Shared
 from cluster.engine.scheduling.plan import StepPlan, View
 from cluster.engine.scheduling.sequence import Line, SequenceState
 from cluster.engine.vllm.wire import RequestNote
 from cluster.lengths import LengthPredictor
 
-SharedBlocks = Callable[[str], tuple[int, int]]
+CachedBlocks = Callable[[str], tuple[int, int]]
 """Core id -> blocks at its beginning that the prefix cache has, and how many of them nobody holds."""
-FreedBlocks = Callable[[str, Collection[str]], int]
-"""Core id, those that have given up their blocks before -> blocks that become free when it does."""
+SharedBlocks = Callable[[str], Shared]
+"""Core id -> those of its blocks that others hold too."""
 
 
 class Tracked:
@@ -188,17 +189,17 @@ class Ledger:
             return False
         return all(state.tokens - state.computed <= 1 for state in self.running.items)
 
-    def plan(self, pool_blocks_free: int, shared: SharedBlocks, freed: FreedBlocks) -> StepPlan:
+    def plan(self, pool_blocks_free: int, cached: CachedBlocks, shared: SharedBlocks) -> StepPlan:
         """What is to happen in the next step. `pool_blocks_free` are those of vLLM's pool, the promised included."""
         running = [state for state in self.running.items if not self._by_state[state].at_limit]
         view = View(
             self.waiting.items,
             running,
             pool_blocks_free - self.promised_blocks(),
-            cached_blocks=lambda state: shared(self._by_state[state].core_id)[0],
-            unheld_blocks=lambda state: shared(self._by_state[state].core_id)[1],
+            cached_blocks=lambda state: cached(self._by_state[state].core_id)[0],
+            unheld_blocks=lambda state: cached(self._by_state[state].core_id)[1],
             paused=self.waiting.holding,
-            released=lambda state, others: self._released(state, others, freed),
+            shared=lambda state: shared(self._by_state[state].core_id),
         )
         plan = self._planner(view, self._with_slots(len(self.running) - len(running)), self._order)
         for state in plan.yielded:
@@ -212,11 +213,6 @@ class Ledger:
         if state.tokens - state.computed <= 1:
             return held_blocks
         return max(held_blocks, -(-min(state.tokens + 1, state.limit_tokens) // self._config.block_size_tokens))
-
-    def _released(self, state: SequenceState, others: Collection[SequenceState], freed: FreedBlocks) -> int:
-        tracked = self._by_state[state]
-        gone = [self._by_state[other].core_id for other in others]
-        return freed(tracked.core_id, gone) + tracked.promised_blocks
 
     def _with_slots(self, fewer: int) -> EngineConfig:
         """Those at their limit keep their slot until their last token has come."""

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cluster.config import EngineConfig
+from cluster.engine.scheduling.giving import Shared
 from cluster.engine.scheduling.plan import Preemption, StepPlan
 from cluster.engine.scheduling.sequence import SequenceState
 from cluster.engine.vllm.internals import (
@@ -73,7 +74,7 @@ class ForebayScheduler(AsyncScheduler):
             held_back: list[CoreRequest] = []
             self.running = [self.requests[t.core_id] for t in ledger.run_order()]
         else:
-            plan = ledger.plan(self.kv_cache_manager.block_pool.get_num_free_blocks(), self._shared, self._freed)
+            plan = ledger.plan(self.kv_cache_manager.block_pool.get_num_free_blocks(), self._cached, self._shared)
             held_back = self._carry_out(plan)
         offered = tuple(self._offered.offered)
         output = super().schedule(throttle_prefills)
@@ -249,18 +250,14 @@ class ForebayScheduler(AsyncScheduler):
 
     # --- blocks ---
 
-    def _shared(self, core_id: str) -> tuple[int, int]:
+    def _cached(self, core_id: str) -> tuple[int, int]:
         blocks, _, _ = self.kv_cache_manager.get_computed_blocks(self.requests[core_id])
         cached = blocks.blocks[0]
         return len(cached), sum(block.ref_cnt == 0 for block in cached)
 
-    def _freed(self, core_id: str, gone: Collection[str]) -> int:
-        blocks_of = self.kv_cache_manager.get_blocks
-        left: dict[int, int] = {}
-        for other in gone:
-            for block in blocks_of(other).blocks[0]:
-                left[block.block_id] = left.get(block.block_id, 0) + 1
-        return sum(b.ref_cnt - left.get(b.block_id, 0) <= 1 for b in blocks_of(core_id).blocks[0])
+    def _shared(self, core_id: str) -> Shared:
+        blocks = self.kv_cache_manager.get_blocks(core_id).blocks[0]
+        return [(block.block_id, block.ref_cnt) for block in blocks if block.ref_cnt > 1]
 
     # --- what is told ---
 
