@@ -22,7 +22,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cluster.engine.torch.sampling import SORTED_CANDIDATES, draw, outputs
+from cluster.engine.torch.by_chance import SORTED_CANDIDATES
+from cluster.engine.torch.sampling import draw, outputs
 from cluster.ports import Penalties, Row, SampleSpec, ScoreSpec
 
 UNIFORMS = [(i + 0.5) / 997 for i in range(997)]

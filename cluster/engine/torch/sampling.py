@@ -1,6 +1,6 @@
 """Draws one token per row from logits.
 
-Owns: the changes of the logits, the filter and the draw. Imports torch and the files beside it. Invariant: what is drawn depends
+Owns: the changes of the logits, the filter and the draw. Imports torch, numpy and the files beside it. Invariant: what is drawn depends
 on the row's logits, its settings and its uniform number alone, never on the other rows or on history.
 
 The logits are changed in this order, in float32, for greedy rows as well (vLLM's order, `vllm/v1/sample/sampler.py`):
@@ -22,25 +22,18 @@ The draw inverts the cumulative distribution of the kept tokens, in order of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import threshold
 
+from cluster.engine.torch.by_chance import draw_by_chance, on_device
 from cluster.engine.torch.logprobs import score, token_logprob
-from cluster.engine.torch.selection import BLOCK, argmax, at_least, blocks_of, largest
-from cluster.ports import Penalties, Row, RowOutput, SampleSpec
+from cluster.engine.torch.selection import argmax
+from cluster.ports import Row, RowOutput, SampleSpec
 from cluster.types import TokenLogprob
-
-FIRST_LOOK = 64
-"""So many of the likeliest tokens are looked at first for the nucleus."""
-SORTED_CANDIDATES = 4096
-"""So many are sorted rather than split again."""
-MAX_SPLITS = 32
-"""Beyond this (candidates that are all equal do not split) what is left is sorted as it is."""
-MIN_TEMPERATURE = 1e-8
-"""Lower ones are taken as this: as good as greedy, and still far from overflow in float32."""
 
 
 def outputs(logits: Tensor, rows: Sequence[Row]) -> list[RowOutput]:
@@ -83,20 +76,27 @@ def _drawn(logits: Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int | None
 
 
 def draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int | None]:
-    """Token ids, one per row of `logits` [rows, vocabulary]; None where the greatest logit is NaN or infinite.
+    """Token ids, one per row of `logits` [rows, vocabulary]; None where the greatest logit is NaN or infinite."""
+    if any(map(_changes, specs)) or any(spec.temperature > 0 for spec in specs):
+        logits = logits.clone() if logits.dtype == torch.float32 else logits.float()
+    return [None if token_id < 0 else token_id for token_id in draw_overwriting(logits, specs).tolist()]
 
-    Rows that only want the most likely token are drawn together, the others one by one.
+
+def draw_overwriting(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """The same as a tensor [rows] on the device of `logits`, -1 for None, without waiting for that device.
+
+    `logits` are overwritten, and in float32 unless all rows want the most likely token as it is.
     """
-    if not specs:
-        return []
+    if any(map(_changes, specs)):
+        _change(logits, specs)
+    by_chance = [i for i, spec in enumerate(specs) if spec.temperature > 0]
+    if len(by_chance) == len(specs) > 0:
+        return draw_by_chance(logits, specs)
     best = argmax(logits)
-    token_ids: list[int | None] = best.tolist()
-    is_finite: list[bool] = logits.gather(1, best[:, None])[:, 0].isfinite().tolist()
-    for i, (spec, is_number) in enumerate(zip(specs, is_finite, strict=True)):
-        if not is_number:
-            token_ids[i] = None
-        elif spec.temperature > 0 or _changes(spec):
-            token_ids[i] = _draw_one(logits[i], spec)
+    token_ids = torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), best, -1)
+    if by_chance:
+        places = on_device(torch.tensor(by_chance), logits)
+        token_ids[places] = draw_by_chance(logits[places], [specs[i] for i in by_chance])
     return token_ids
 
 
@@ -104,119 +104,50 @@ def _changes(spec: SampleSpec) -> bool:
     return bool(spec.bias or spec.banned or spec.penalties is not None)
 
 
-def _draw_one(logits: Tensor, spec: SampleSpec) -> int | None:
-    """From one row [vocabulary] of numbers; None where the changes leave none to draw."""
-    logits = logits.float()
-    if _changes(spec):
-        logits = _changed(logits, spec)
-    greatest = logits.amax()
-    if not bool(greatest.isfinite()):
-        return None
-    if spec.temperature <= 0:
-        return int(argmax(logits[None]))
-    return _draw_by_chance(logits - greatest, spec)
+def _change(logits: Tensor, specs: Sequence[SampleSpec]) -> None:
+    """Change [rows, vocabulary] in float32 in place, each kind of change in all rows at once."""
+    vocabulary = logits.shape[1]
+    bias, banned, repeated, counted = (_Places(vocabulary) for _ in range(4))
+    for row, spec in enumerate(specs):
+        if spec.bias:
+            bias.add(row, [token_id for token_id, _ in spec.bias], np.array([amount for _, amount in spec.bias]))
+        banned.add(row, spec.banned, -np.inf)
+        if spec.penalties is None:
+            continue
+        counts = spec.penalties.output_counts
+        if spec.penalties.repetition != 1.0:
+            repeated.add(row, spec.penalties.prompt_ids, spec.penalties.repetition)
+            repeated.add(row, counts, spec.penalties.repetition)
+        if spec.penalties.frequency or spec.penalties.presence:
+            times = np.fromiter(counts.values(), np.float32, len(counts))
+            amounts = times * np.float32(spec.penalties.frequency) + np.float32(spec.penalties.presence)
+            counted.add(row, counts, -amounts)
+    flat = logits.view(-1)
+    flat.index_add_(0, *bias.on(logits))  # added up where an id is named twice
+    flat.index_put_((banned.on(logits)[0],), flat.new_tensor(-torch.inf))
+    index, penalties = repeated.on(logits)
+    values = flat[index]
+    flat[index] = torch.where(values < 0, values * penalties, values / penalties)
+    flat.index_add_(0, *counted.on(logits))
 
 
-def _changed(logits: Tensor, spec: SampleSpec) -> Tensor:
-    """A changed copy of one row [vocabulary] in float32."""
-    logits = logits.clone()
-    if spec.bias:
-        token_ids, amounts = zip(*spec.bias, strict=True)
-        # Added up where an id is named twice.
-        logits.index_add_(0, _ids(token_ids, logits), torch.tensor(amounts, dtype=logits.dtype, device=logits.device))
-    if spec.banned:
-        logits[_ids(spec.banned, logits)] = -torch.inf
-    if spec.penalties is not None:
-        _penalise(logits, spec.penalties)
-    return logits
+class _Places:
+    """Places in [rows, vocabulary], and a number for each."""
 
+    __slots__ = ("_amounts", "_places", "_vocabulary")
 
-def _penalise(logits: Tensor, penalties: Penalties) -> None:
-    """Change one row [vocabulary] in place."""
-    counts = penalties.output_counts
-    if penalties.repetition != 1.0 and (counts or penalties.prompt_ids):
-        seen = _ids([*penalties.prompt_ids, *counts], logits)
-        values = logits[seen]
-        logits[seen] = torch.where(values < 0, values * penalties.repetition, values / penalties.repetition)
-    if counts and (penalties.frequency or penalties.presence):
-        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        logits.index_add_(0, _ids(list(counts), logits), -(times * penalties.frequency + penalties.presence))
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self._places: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+        self._amounts: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
 
+    def add(self, row: int, token_ids: Collection[int], amounts: float | NDArray[np.floating]) -> None:
+        """`amounts`: one for all, or one for each."""
+        places = np.fromiter(token_ids, np.int64, len(token_ids)) + row * self._vocabulary
+        self._places.append(places)
+        self._amounts.append(np.broadcast_to(np.asarray(amounts, np.float32), places.shape))
 
-def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)
-
-
-def _draw_by_chance(logits: Tensor, spec: SampleSpec) -> int:
-    """From one row [vocabulary], which is overwritten. Its greatest logit is 0, so that the division cannot overflow.
-
-    Row by row, because a row's arrays stay in the processor's cache and a batch's do not.
-    """
-    weights = logits.div_(max(spec.temperature, MIN_TEMPERATURE)).softmax(dim=-1)
-    if 0 < spec.top_k < weights.shape[0] or spec.top_p < 1 or spec.min_p > 0:
-        # The number just below, because `threshold` keeps what is above; it runs at the speed of memory, masks do not.
-        below = torch.nextafter(_least_kept_weight(weights, spec), weights.new_zeros(()))
-        weights = threshold(weights, float(below), 0.0)
-    return _inverted(weights, spec.uniform)
-
-
-def _least_kept_weight(weights: Tensor, spec: SampleSpec) -> Tensor:
-    """The weight of the least likely token that the filter keeps, of one row [vocabulary]."""
-    least = weights.amax() * spec.min_p
-    if 0 < spec.top_k < weights.shape[0]:
-        kth = largest(weights, spec.top_k)[-1]
-        least = torch.maximum(least, kth)
-        weights = weights[at_least(weights, kth)]
-    if spec.top_p < 1:
-        least = torch.maximum(least, _nucleus_edge(weights, spec.top_p))
-    return least
-
-
-def _nucleus_edge(weights: Tensor, top_p: float) -> Tensor:
-    """The least of the largest weights that together reach `top_p` of the sum; many times as fast as sorting a row.
-
-    A look at the few largest settles most steps of a language model. Else quickselect by mass: split the candidates at
-    their mean and go on with the part that the edge lies in, until they are few enough to sort.
-    """
-    needed = float(weights.sum(dtype=torch.float64)) * top_p
-    if weights.shape[0] > SORTED_CANDIDATES:
-        first = largest(weights, FIRST_LOOK)
-        sums = first.cumsum(dim=0, dtype=torch.float64)
-        if float(sums[-1]) >= needed:
-            return first[torch.searchsorted(sums, needed)]
-    above, candidates = 0.0, weights
-    for _ in range(MAX_SPLITS):
-        if candidates.shape[0] <= SORTED_CANDIDATES:
-            break
-        mean = candidates.mean()
-        upper = candidates[at_least(candidates, mean)]
-        mass = float(upper.sum(dtype=torch.float64))
-        if above + mass >= needed:
-            candidates = upper
-        elif upper.shape[0] < candidates.shape[0]:
-            above += mass
-            candidates = candidates[candidates < mean]
-    ranked = candidates.sort(descending=True).values
-    # The first place where the sum reaches what is needed; the last one where rounding keeps it just below.
-    reached = torch.searchsorted(ranked.cumsum(dim=0, dtype=torch.float64) + above, needed)
-    return ranked[reached.clamp(max=ranked.shape[0] - 1)]
-
-
-def _inverted(weights: Tensor, uniform: float) -> int:
-    """The first id up to which the weights [vocabulary] sum to more than `uniform` of their sum.
-
-    The sums are in float64, for they have tens of thousands of terms: of blocks, then within the one that is met.
-    """
-    blocks = blocks_of(weights, 0.0)
-    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=0)
-    target = ends[-1] * uniform
-    block = _first_above(ends, target)
-    if block > 0:
-        target = target - ends[block - 1]
-    return block * BLOCK + _first_above(blocks[block].cumsum(dim=0, dtype=torch.float64), target)
-
-
-def _first_above(sums: Tensor, target: Tensor) -> int:
-    """Where rising `sums` first exceed `target`; where rounding keeps even the last at it, the last place that added."""
-    place = int(torch.searchsorted(sums, target, right=True))
-    return place if place < sums.shape[0] else int(torch.searchsorted(sums, sums[-1]))
+    def on(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, flat, on the device of `like`."""
+        places, amounts = np.concatenate(self._places), np.concatenate(self._amounts)
+        return on_device(torch.from_numpy(places), like), on_device(torch.from_numpy(amounts), like)
