@@ -7,12 +7,15 @@ tests can each supply theirs. Adapters translate and never decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from cluster.messages import StepFrame
 from cluster.types import (
     EngineLoad,
+    EngineState,
     Generation,
     Preempted,
     Refusal,
@@ -60,11 +63,119 @@ class EngineProgress(Value, frozen=True):
     """Why it ended, when it was not asked to."""
 
 
+NO_KV = ""
+"""The `kv_format` of a move in which no keys and values travel."""
+
+
+class ImportRefusal(StrEnum):
+    """Why an engine does not take a request, or its keys and values."""
+
+    FULL = "full"
+    """Its bound on held requests is reached."""
+    NO_ROOM = "no_room"
+    """It has not so many free blocks."""
+    KV_FORMAT = "kv_format"
+    """Keys and values of the source mean nothing here."""
+    KNOWN = "known"
+    """This attempt is here already."""
+    UNKNOWN = "unknown"
+    """Nothing was begun for this attempt, or it was aborted since."""
+    MISFIT = "misfit"
+    """Blocks that are not whole, that leave a gap before them, or that were not to come."""
+
+
+class MovesPort(Protocol):
+    """Both sides of moves of live requests between engines, whichever these are. Nothing here expires by itself: whoever
+    began a move ends it.
+
+    The source's side, while the request still runs: `exportable_blocks`, `export_blocks` as often as new blocks are full;
+    then `freeze`, `export_rest`, and `release` once the target has it (or `thaw`). The target's: `import_begin`,
+    `import_blocks`, `import_commit` (or `import_abort`).
+
+    Every request can be moved to every engine. Its keys and values travel with it in one of three ways:
+
+    - As bytes, between engines of equal `kv_format`.
+    - By a KV connector of the engines' own, between engines of equal `kv_format` too. Then there is nothing to export.
+      `freeze` hands the request over to the source's connector, whose note is in `EngineState.kv_handle` and goes to the
+      target with `import_commit`. The blocks behind it stay the source's until the target's connector has read them or
+      the connector's own lease on them is over, whatever becomes of the request in the meantime: so the source frees
+      them after the target has them, but it is the connector that sees to it, not `release`. If the lease ends first, or
+      reading fails, the target computes them again.
+    - Not at all. `import_begin` refuses another engine's `kv_format` as KV_FORMAT; begun again with NO_KV, it takes the
+      request from any engine, reserves its place alone, and computes everything again that its prefix cache does not
+      have. An engine whose own `kv_format` is NO_KV knows no other way.
+
+    Each call returns at once; it is made between two steps, in order. Calls that are made before the step ends share one
+    pause between steps: `freeze` and `export_rest`, or `import_blocks` and `import_commit`, need not wait for each other.
+    A future fails with `EngineStoppedError` if the engine's thread has ended, and with `EngineBusyError` if too many are
+    waiting (cluster/engine/inbox.py). What is added to it with `add_done_callback` runs in the engine's thread and must
+    not block.
+    """
+
+    @property
+    def kv_format(self) -> str:
+        """Its keys and values can be read where this is equal; NO_KV where nothing but requests ever leaves it."""
+        ...
+
+    # --- source ---
+
+    def exportable_blocks(self, request_id: RequestId, attempt: int) -> Future[int]:
+        """Blocks at the beginning of a request whose content is final and can be exported."""
+        ...
+
+    def export_blocks(self, request_id: RequestId, attempt: int, first: int, count: int) -> Future[memoryview]:
+        """A copy of `count` exportable blocks from block `first` on. LookupError where these are not (any more)."""
+        ...
+
+    def export_rest(self, request_id: RequestId, attempt: int, first: int) -> Future[memoryview]:
+        """All exportable blocks from block `first` on; empty if there are none."""
+        ...
+
+    def freeze(self, request_id: RequestId, attempt: int) -> Future[EngineState | None]:
+        """Take a request out of scheduling: it neither runs nor is preempted. When this is settled, all that it has put
+        out has been told. None if it is not live (it may just have ended); again, the same again."""
+        ...
+
+    def thaw(self, request_id: RequestId, attempt: int) -> Future[bool]:
+        """The move is off: a frozen request goes on at its place. False if it is not frozen."""
+        ...
+
+    def release(self, request_id: RequestId, attempt: int) -> Future[bool]:
+        """The target has it: a frozen request is forgotten without a word. False if it is not frozen."""
+        ...
+
+    # --- target ---
+
+    def import_begin(
+        self, request_id: RequestId, attempt: int, kv_format: str, blocks: int
+    ) -> Future[ImportRefusal | None]:
+        """Reserve a place, and `blocks` blocks where bytes are to come, for a request that is to come."""
+        ...
+
+    def import_blocks(
+        self, request_id: RequestId, attempt: int, first: int, data: memoryview
+    ) -> Future[ImportRefusal | None]:
+        """Blocks `first`, `first` + 1, … have come. `data` must not be changed until this is settled."""
+        ...
+
+    def import_commit(self, state: EngineState, attempt: int) -> Future[ImportRefusal | None]:
+        """The request is here: it waits, and goes on before new work of its priority. What of its keys and values did not
+        come is computed again."""
+        ...
+
+    def import_abort(self, request_id: RequestId, attempt: int) -> Future[bool]:
+        """Nothing will come: what was reserved is free again. False if nothing was begun."""
+        ...
+
+
 class EnginePort(Protocol):
     """An engine that runs by itself. Calls return at once, from any thread; their effect shows in results.
 
     Every change of load, also one without a step (an abort that leaves it idle), is followed by a result.
     """
+
+    @property
+    def moves(self) -> MovesPort: ...
 
     def start(self, on_result: Callable[[StepResult], None], on_death: Callable[[str], None]) -> None:
         """Begin. Both callbacks are called in the engine's own thread and must not block."""

@@ -214,14 +214,16 @@ class EngineLoad(Value, frozen=True):
 
 
 class EngineState(Value, frozen=True):
-    """A live request as it leaves one engine for another; its KV blocks travel beside it."""
+    """A live request as it leaves one engine for another; its KV blocks may travel beside it."""
 
     request: Request
     """With all that it has emitted in `emitted_ids`."""
     computed_tokens: int
-    """Positions 0 … computed_tokens - 1 are in the blocks."""
+    """Positions 0 … computed_tokens - 1 are in the blocks that travel beside it."""
     kv_format: str
-    """The source backend's; a target with another refuses."""
+    """The source's: how these blocks are written, or by what `kv_handle` can be read."""
+    kv_handle: bytes = b""
+    """What the source's KV connector tells the target's; opaque to everybody else, and empty where there is none."""
 
 
 class ReplicaState(StrEnum):
@@ -250,11 +252,17 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     """The client went away."""
     REJECTED_QUEUE_FULL = "rejected_queue_full"
+    REJECTED_WAIT = "rejected_wait"
+    """Its class could not serve it within the longest wait that is stated for it."""
+    REJECTED_DEADLINE = "rejected_deadline"
+    """It could not be served within the times that it came with."""
     REJECTED_NO_REPLICA = "rejected_no_replica"
     REJECTED_DRAINING = "rejected_draining"
     REJECTED_TOO_LARGE = "rejected_too_large"
     """No replica could ever hold it."""
     EXPIRED_IN_QUEUE = "expired_in_queue"
+    TIMED_OUT = "timed_out"
+    """Its own time limit passed while it ran."""
     REPLICA_LOST = "replica_lost"
     ENGINE_ERROR = "engine_error"
     SLOW_CLIENT = "slow_client"

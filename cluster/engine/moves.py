@@ -1,18 +1,14 @@
 """A live request leaves one engine for another with its keys and values.
 
-Owns: what both engines do in a move, and nothing of who asks for it or how the bytes travel. Imports cluster and
-cluster.engine, never a backend. The source's side, while the request still runs: `exportable_blocks`, `export_blocks`
-as often as new blocks are full; then `freeze`, the rest of the blocks, and `release` once the target has it (or `thaw`).
-The target's: `import_begin`, `import_blocks`, `import_commit` (or `import_abort`).
-Invariants: a frozen request has told all its tokens, keeps what it holds, and neither runs nor is preempted; what is
-exported is never changed by a later step; a request that is imported runs no token again whose keys and values came.
-Nothing here expires by itself: whoever began a move ends it.
+Owns: what both engines do in a move (`cluster.ports.MovesPort`), and nothing of who asks for it or how the bytes travel.
+Imports cluster and cluster.engine, never a backend. Invariants: a frozen request has told all its tokens, keeps what it
+holds, and neither runs nor is preempted; what is exported is never changed by a later step; a request that is imported
+runs no token again whose keys and values came.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import msgspec
 
@@ -22,29 +18,14 @@ from cluster.engine.intake import Intake
 from cluster.engine.kv_memory import KvMemory
 from cluster.engine.live import Live
 from cluster.engine.scheduling.sequence import Identity
-from cluster.ports import Backend
+from cluster.ports import NO_KV, Backend, ImportRefusal
 from cluster.types import EngineState, RequestId, TokenDelta
-
-
-class ImportRefusal(StrEnum):
-    """Why an engine does not take a request's keys and values. The request stays where it is, or goes without them."""
-
-    FULL = "full"
-    """Its bound on held requests is reached."""
-    NO_ROOM = "no_room"
-    """It has not so many free blocks."""
-    KV_FORMAT = "kv_format"
-    """Keys and values of the source mean nothing here."""
-    KNOWN = "known"
-    """This attempt is here already."""
-    UNKNOWN = "unknown"
-    """Nothing was begun for this attempt, or it was aborted since."""
-    MISFIT = "misfit"
-    """Blocks that are not whole, or that leave a gap before them."""
 
 
 @dataclass(slots=True)
 class _Import:
+    kv_format: str
+    """NO_KV where no bytes are to come."""
     blocks: int
     """Reserved."""
     received: int = 0
@@ -134,18 +115,21 @@ class Moves:
     # --- target ---
 
     def import_begin(self, request_id: RequestId, attempt: int, kv_format: str, blocks: int) -> ImportRefusal | None:
-        """Reserve `blocks` blocks for a request that is to come; more are reserved as they come."""
+        """Reserve `blocks` blocks for a request that is to come; more are reserved as they come. With NO_KV none are, nor
+        do any come."""
         identity = (request_id, attempt)
-        if kv_format != self._backend.kv_format:
+        if kv_format not in (NO_KV, self._backend.kv_format):
             return ImportRefusal.KV_FORMAT
         if identity in self._book.live or identity in self._book.ended or identity in self._imports:
             return ImportRefusal.KNOWN
         if len(self._book) + len(self._imports) >= self._config.max_held:
             return ImportRefusal.FULL
-        if not self._memory.pool.can_allocate(max(1, blocks)):
+        reserved = 0 if kv_format == NO_KV else max(1, blocks)
+        if not self._memory.pool.can_allocate(reserved):
             return ImportRefusal.NO_ROOM
-        self._memory.pool.allocate(identity, max(1, blocks))
-        self._imports[identity] = _Import(max(1, blocks))
+        if reserved:
+            self._memory.pool.allocate(identity, reserved)
+        self._imports[identity] = _Import(kv_format, reserved)
         return None
 
     def import_blocks(self, request_id: RequestId, attempt: int, first: int, data: memoryview) -> ImportRefusal | None:
@@ -158,7 +142,7 @@ class Moves:
         if coming is None:
             return ImportRefusal.UNKNOWN
         count, rest = divmod(data.nbytes, self._backend.kv_block_bytes)
-        if rest or not count or not 0 <= first <= coming.received:
+        if rest or not count or not 0 <= first <= coming.received or coming.kv_format == NO_KV:
             return ImportRefusal.MISFIT
         more = first + count - coming.blocks
         if more > 0:
@@ -177,14 +161,15 @@ class Moves:
         """
         request = state.request
         identity = (request.request_id, attempt)
-        if identity not in self._imports:
+        coming = self._imports.get(identity)
+        if coming is None:
             return ImportRefusal.UNKNOWN
-        if state.kv_format != self._backend.kv_format:
+        if coming.kv_format not in (NO_KV, state.kv_format):
             return ImportRefusal.KV_FORMAT
-        coming = self._imports.pop(identity)
+        del self._imports[identity]
         taken = self._intake.take(request, attempt)
         if isinstance(taken, TokenDelta):
-            self._memory.pool.free(identity)
+            self._give_back(identity, coming)
             self._book.end(taken)
         else:
             self._adopt(taken, state.computed_tokens, coming)
@@ -192,14 +177,19 @@ class Moves:
 
     def import_abort(self, request_id: RequestId, attempt: int) -> bool:
         """Nothing will come: what was reserved is free again. False if nothing was begun."""
-        if self._imports.pop((request_id, attempt), None) is None:
+        coming = self._imports.pop((request_id, attempt), None)
+        if coming is None:
             return False
-        self._memory.pool.free((request_id, attempt))
+        self._give_back((request_id, attempt), coming)
         return True
 
     def written(self) -> dict[Identity, int]:
-        """Positions that are written in the blocks of each import."""
-        return {key: i.received * self._config.block_size_tokens for key, i in self._imports.items()}
+        """Positions that are written in the blocks of each import that has any."""
+        return {key: i.received * self._config.block_size_tokens for key, i in self._imports.items() if i.blocks}
+
+    def _give_back(self, identity: Identity, coming: _Import) -> None:
+        if coming.blocks:
+            self._memory.pool.free(identity)
 
     def _adopt(self, live: Live, computed_tokens: int, coming: _Import) -> None:
         state = live.state

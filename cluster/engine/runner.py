@@ -1,100 +1,56 @@
 """An engine in a thread of its own.
 
-Owns: the thread, its inbox, and what others may see of it while a step runs. Imports cluster.engine.engine and
-cluster.ports. Invariants: only that thread touches the engine; no call from outside waits for a step; each turn that
-changed something gives one result; whoever asked for a request is told its end, or of the engine's death.
+Owns: the thread, and what others may see of it while a step runs. Imports cluster.engine.engine and cluster.ports.
+Invariants: only that thread touches the engine; no call from outside waits for a step; each turn that changed something
+gives one result; whoever asked for a request is told its end, or of the engine's death.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar, assert_never
+from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
 from cluster.engine.engine import Engine
+from cluster.engine.inbox import Abort, Add, Call, Inbox
 from cluster.engine.kv_cache import IntegrityError
 from cluster.engine.moves import Moves
 from cluster.engine.runner_moves import RunnerMoves
 from cluster.engine.scheduling.sequence import Identity
 from cluster.ports import Clock, EngineProgress, StepResult
-from cluster.types import Refusal, RefusalReason, Request, RequestId
+from cluster.types import Request, RequestId
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-CALLS_MAX = 64
-"""Calls about moves that may wait for a step to end."""
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine's thread has ended, so the call will never be made."""
-
-
-class EngineBusyError(RuntimeError):
-    """Too many calls are waiting for the step that runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Add:
-    request: Request
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: RequestId
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A question about an attempt. `make` settles a future, and raises only what the engine must not survive."""
-
-    identity: Identity
-    make: Callable[[Moves], None]
-    give_up: Callable[[Exception], None]
+MovesCall: TypeAlias = Callable[[Moves], Any]
 
 
 class EngineRunner:
-    """`cluster.ports.EnginePort` over an `Engine`, and its `moves`.
+    """`cluster.ports.EnginePort` over an `Engine`.
 
-    The inbox is bounded by what the engine may hold: an attempt is in it or in the engine at most once, `max_held` of
-    them in all, each aborted at most once; an add beyond that is refused as FULL, an abort of anything else is dropped.
-    (A refusal that is not yet delivered is two ids, and its asker waits for it.) Of calls about moves, CALLS_MAX.
-
-    The engine's books are checked each time it becomes idle; if they are wrong, the thread dies rather than go on.
+    What is asked of it is bounded by what the engine may hold (see inbox.py). The engine's books are checked each time it
+    becomes idle; if they are wrong, the thread dies rather than go on.
     """
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
-        self._changed = threading.Condition()
-        """Guards what follows up to the next blank line; never held while the engine works."""
-        self._inbox: deque[_Add | _Abort | _Call] = deque()
-        self._calls = 0
-        """Calls in the inbox."""
-        self._attempts: dict[Identity, bool] = {}
-        """Held here or in the engine; True once its abort is on the way."""
-        self._answered_adds = 0
-        """Adds that need not go to the engine: refused, or repeats."""
-        self._refused: list[Refusal] = []
-        self._stopping = False
-        self._closed = False
-        """No call will be made any more."""
-
-        self.moves = RunnerMoves(self._ask, engine.moves.kv_format)
+        self._woken = threading.Event()
+        self._inbox: Inbox[MovesCall] = Inbox(engine.config.max_held, self._woken.set)
+        self._moves = RunnerMoves(self._inbox.ask, engine.moves.kv_format)
         self._thread: threading.Thread | None = None
+        self._stopping = False
         self._load = engine.load()
         self._step_began_s: float | None = None
         self._alive = False
         self._failure = ""
+
+    @property
+    def moves(self) -> RunnerMoves:
+        return self._moves
 
     def start(self, on_result: Callable[[StepResult], None], on_death: Callable[[str], None]) -> None:
         """Begin. Both callbacks are called in the engine's thread and must not block; one that raises ends it.
@@ -110,24 +66,10 @@ class EngineRunner:
         self._thread.start()
 
     def add(self, request: Request, attempt: int) -> None:
-        identity = (request.request_id, attempt)
-        with self._changed:
-            if identity in self._attempts:
-                self._answered_adds += 1
-            elif len(self._attempts) >= self._engine.config.max_held:
-                self._answered_adds += 1
-                self._refused.append(Refusal(request.request_id, attempt, RefusalReason.FULL))
-            else:
-                self._attempts[identity] = False
-                self._inbox.append(_Add(request, attempt))
-            self._changed.notify()
+        self._inbox.add(request, attempt)
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
-        with self._changed:
-            if self._attempts.get((request_id, attempt)) is False:
-                self._attempts[request_id, attempt] = True
-                self._inbox.append(_Abort(request_id, attempt))
-                self._changed.notify()
+        self._inbox.abort(request_id, attempt)
 
     def progress(self) -> EngineProgress:
         began_s = self._step_began_s
@@ -140,28 +82,12 @@ class EngineRunner:
 
     def stop(self) -> None:
         """End the thread after the step that runs; returns when it has ended. Not to be called from a callback."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        self._stopping = True
+        self._woken.set()
         if self._thread is not None:
             self._thread.join()
         else:
             self._end()
-
-    def _ask(self, identity: Identity, call: Callable[[Moves], T]) -> Future[T]:
-        future: Future[T] = Future()
-        asked = _Call(identity, lambda moves: _settle(future, call, moves), lambda error: _give_up(future, error))
-        with self._changed:
-            closed, busy = self._closed, self._calls >= CALLS_MAX
-            if not closed and not busy:
-                self._inbox.append(asked)
-                self._calls += 1
-                self._changed.notify()
-        if closed:
-            asked.give_up(EngineStoppedError("the engine's thread has ended"))
-        elif busy:
-            asked.give_up(EngineBusyError(f"{CALLS_MAX} calls are waiting already"))
-        return future
 
     # --- in the engine's thread ---
 
@@ -180,38 +106,31 @@ class EngineRunner:
     def _end(self) -> None:
         self._step_began_s = None
         self._alive = False
-        with self._changed:
-            self._closed = True
-            left = [command for command in self._inbox if isinstance(command, _Call)]
-        for call in left:
-            call.give_up(EngineStoppedError(f"the engine's thread has ended: {self._failure or 'it was stopped'}"))
+        self._inbox.close(self._failure or "it was stopped")
 
     def _next_turn(self) -> bool:
         """Wait until there is something to do. False when it is to stop."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopping or self._inbox or self._answered_adds or self._engine.has_work,
-            )
-            return not self._stopping
+        while not (self._stopping or self._inbox.pending or self._engine.has_work):
+            self._woken.wait()
+            self._woken.clear()
+        return not self._stopping
 
     def _turn(self, on_result: Callable[[StepResult], None]) -> None:
-        with self._changed:
-            commands, self._inbox, self._calls = self._inbox, deque(), 0
-            refused, self._refused = self._refused, []
-            answered_adds, self._answered_adds = self._answered_adds, 0
-        self._engine.adds_total += answered_adds
+        taken = self._inbox.take()
+        refused = taken.refused
+        self._engine.adds_total += taken.answered_adds
         ended: list[Identity] = []
-        for command in commands:
+        for command in taken.commands:
             match command:
-                case _Add(request, attempt):
+                case Add(request, attempt):
                     if refusal := self._engine.add(request, attempt):
                         refused.append(refusal)
                         ended.append((request.request_id, attempt))
-                case _Abort(request_id, attempt):
-                    self._engine.abort(request_id, attempt)
-                    if not self._engine.holds((request_id, attempt)):
-                        ended.append((request_id, attempt))
-                case _Call():
+                case Abort(identity):
+                    self._engine.abort(*identity)
+                    if not self._engine.holds(identity):
+                        ended.append(identity)
+                case Call():
                     self._make(command)
                 case _:
                     assert_never(command)
@@ -219,7 +138,7 @@ class EngineRunner:
             self._step_began_s = self._clock.monotonic()
             result = self._engine.step()
             self._step_began_s = None
-        elif commands or refused or answered_adds:
+        elif taken.commands or refused or taken.answered_adds:
             result = StepResult(load=self._engine.load())
         else:
             return
@@ -227,39 +146,33 @@ class EngineRunner:
             result = msgspec.structs.replace(result, refusals=tuple(refused))
         self._load = result.load
         ended.extend((d.request_id, d.attempt) for d in result.deltas if d.finish is not None)
-        with self._changed:
-            for identity in ended:
-                self._attempts.pop(identity, None)
+        self._inbox.forget(ended)
         on_result(result)
         if not self._engine.has_work:
             self._engine.check_integrity()
 
-    def _make(self, call: _Call) -> None:
+    def _make(self, call: Call[MovesCall]) -> None:
         """Make a call, and keep track of the attempts that are here."""
         before = self._engine.holds(call.identity)
-        call.make(self._engine.moves)
+        try:
+            self._settle(call)
+        finally:
+            self._inbox.called()
         after = self._engine.holds(call.identity)
-        with self._changed:
-            if after and not before:
-                self._attempts.setdefault(call.identity, False)
-            elif before and not after:
-                self._attempts.pop(call.identity, None)
+        if after and not before:
+            self._inbox.hold(call.identity)
+        elif before and not after:
+            self._inbox.forget((call.identity,))
 
-
-def _settle(future: Future[T], call: Callable[[Moves], T], moves: Moves) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        answer = call(moves)
-    except IntegrityError as error:
-        future.set_exception(error)
-        raise
-    except Exception as error:  # the asker's affair
-        future.set_exception(error)
-    else:
-        future.set_result(answer)
-
-
-def _give_up(future: Future[T], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)
+    def _settle(self, call: Call[MovesCall]) -> None:
+        if not call.answer.set_running_or_notify_cancel():
+            return
+        try:
+            answer = call.make(self._engine.moves)
+        except IntegrityError as error:
+            call.answer.set_exception(error)
+            raise
+        except Exception as error:  # the asker's affair
+            call.answer.set_exception(error)
+        else:
+            call.answer.set_result(answer)

@@ -25,7 +25,7 @@ from cluster.clock import SystemClock
 from cluster.config import EngineConfig, TransportConfig
 from cluster.messages import RosterEntry, ToReplica
 from cluster.model import ModelFolder
-from cluster.ports import EnginePort, EngineProgress, StepResult
+from cluster.ports import EnginePort, EngineProgress, MovesPort, StepResult
 from cluster.types import Generation, ReplicaId, Request, RequestId, Sampling
 from deployments.replica_server import ReplicaServer
 from deployments.transport import Acceptor, Identity
@@ -98,6 +98,10 @@ class TimedEngine:
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self._inner.abort(request_id, attempt)
+
+    @property
+    def moves(self) -> MovesPort:
+        return self._inner.moves
 
     def progress(self) -> EngineProgress:
         return self._inner.progress()

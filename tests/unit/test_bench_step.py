@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.model import ModelFolder
-from cluster.ports import EngineProgress, StepResult
+from cluster.ports import EngineProgress, MovesPort, StepResult
 from cluster.types import EngineLoad, Request, RequestId
 from ops.bench.step import StepSettings, TimedEngine, build_report, measure
 from ops.errors import CommandError
@@ -19,6 +19,8 @@ LOAD = EngineLoad(slots_total=2, blocks_total=8, blocks_free=8, block_size_token
 
 class DyingEngine:
     """An EnginePort that dies when it is given work."""
+
+    moves: MovesPort
 
     def __init__(self) -> None:
         self._on_death: Callable[[str], None] | None = None

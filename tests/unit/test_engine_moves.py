@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from cluster.clock import SystemClock
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.moves import ImportRefusal
+from cluster.engine.runner import EngineRunner
 from cluster.engine.scheduling.plan import Preemption
+from cluster.ports import NO_KV, ImportRefusal
 from cluster.types import EngineState, FinishReason, PreemptionMeans, Request, RequestId
 from tests.conformance.arithmetic_backend import ArithmeticBackend
 from tests.conformance.engine_kit import (
@@ -26,6 +28,8 @@ from tests.conformance.engine_kit import (
     same,
     undisturbed,
 )
+from tests.move_laws import LAWS, MAX_HELD, Side, ending_fails_every_call_rather_than_letting_it_wait
+from tests.move_laws import Pair as Engines
 
 R = RequestId("r")
 SETTINGS = config(blocks=64)
@@ -366,6 +370,30 @@ def test_a_commit_without_a_beginning_or_of_another_format_is_refused() -> None:
     assert collect(target)["r"].finish is FinishReason.LENGTH
 
 
+def test_a_request_comes_without_bytes_from_any_engine_and_goes_on_alike() -> None:
+    pair = Pair()
+    r = exacting()
+    pair.source.add(r, 0)
+    pair.step(pair.source, 6)
+    target = pair.target.moves
+    assert target.import_begin(R, 1, NO_KV, 9) is None
+    assert pair.target.load().blocks_free == 64, "none are to come"
+    block = memoryview(bytes(pair.backend.kv_block_bytes))
+    assert target.import_blocks(R, 1, 0, block) is ImportRefusal.MISFIT
+    assert target.import_abort(R, 1)
+    assert target.import_begin(R, 1, NO_KV, 0) is None
+    state = pair.source.moves.freeze(R, 0)
+    assert state is not None
+    foreign = msgspec.structs.replace(state, kv_format="another", kv_handle=b"another's")
+    assert target.import_commit(foreign, 1) is None
+    assert pair.source.moves.release(R, 0)
+    pair.target.check_integrity()
+    pair.target.add(request("new", prompt=3, arrived=0.0), 0)
+    assert pair.target._book.waiting.items[0].identity == (R, 1), "it goes on before new work"
+    collect(pair.target, pair.outputs)
+    assert same(pair.outputs["r"], undisturbed(r, max_model_len=128))
+
+
 def test_an_abort_ends_an_import_without_a_word_for_nothing_was_accepted() -> None:
     target = engine(SETTINGS)
     assert target.moves.import_begin(R, 1, "arithmetic", 3) is None
@@ -425,3 +453,35 @@ def test_blocks_of_a_careless_source_are_seen_in_the_output() -> None:
     pair.stop_and_copy()
     collect(pair.target, pair.outputs)
     assert not same(pair.outputs["r"], undisturbed(r, max_model_len=128))
+
+
+# --- the laws of moves between any two engines ---
+
+
+class Other(ArithmeticBackend):
+    """Computes the same, and keeps it in a form of its own."""
+
+    kv_format = "arithmetic, otherwise"
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("kind", [ArithmeticBackend, Other], ids=["bytes travel", "formats differ"])
+def test_between_two_engines_in_their_own_threads(
+    kind: type[ArithmeticBackend], law: Callable[[Engines], None]
+) -> None:
+    settings = config(max_held=MAX_HELD, max_model_len=256)
+    backends = (
+        backend_for(settings),
+        kind(settings.blocks, settings.block_size_tokens, backend_for(settings).vocab_size),
+    )
+    sides = [Side(EngineRunner(engine(settings, backend), SystemClock()), stands_still=True) for backend in backends]
+    source, target = sides
+    for side in sides:
+        side.start()
+    try:
+        law(Engines(source, target, lambda r: undisturbed(r, max_model_len=256).token_ids, tokens=30))
+        for side in sides:
+            assert side.port.progress().alive
+    finally:
+        for side in sides:
+            ending_fails_every_call_rather_than_letting_it_wait(side)

@@ -1,4 +1,5 @@
-"""Urgent work starts at once, and what it pushes aside loses nothing but time."""
+"""Urgent work starts at once, and what it pushes aside loses nothing but time: what the embedded engine promises beyond the
+laws of every engine (tests/conformance/port_laws.py)."""
 
 from __future__ import annotations
 
@@ -7,10 +8,9 @@ import random
 
 import pytest
 
-from cluster.config import Order
 from cluster.engine.engine import Engine
-from cluster.types import FinishReason, Preempted, PreemptionMeans
-from tests.conformance.engine_kit import Output, collect, config, engine, gather, request, undisturbed
+from cluster.types import FinishReason, Preempted
+from tests.conformance.engine_kit import Output, collect, config, engine, gather, request
 
 
 def fill(target: Engine, *, max_tokens: int = 60, prompt: int = 3, priority: int = -10) -> list[str]:
@@ -27,29 +27,6 @@ def until_all_decode(target: Engine, names: list[str], outputs: dict[str, Output
             return
         gather(target.step(), outputs)
     raise AssertionError("the engine was never full")
-
-
-def test_with_every_slot_taken_one_victim_makes_room_and_resumes_as_if_nothing_had_been() -> None:
-    """Public report: an urgent arrival waited for a slot instead of displacing less urgent work."""
-    settings = config(slots=4, blocks=256)
-    target, outputs = engine(settings), dict[str, Output]()
-    lows = fill(target)
-    until_all_decode(target, lows, outputs)
-    urgent = request("urgent", prompt=10, priority=10, arrived=99.0)
-    target.add(urgent, 0)
-
-    result = target.step()
-    gather(result, outputs)
-    assert "urgent" in outputs, "its prefill fits one step, so its first token comes with the first step"
-    (notice,) = result.preempted
-    assert (notice.request_id, notice.for_request_id) == ("low3", "urgent")
-    assert (notice.means, notice.blocks_freed, notice.tokens_to_recompute) == (PreemptionMeans.PAUSE, 0, 0)
-    collect(target, outputs)
-    assert target.load().preemptions_total == 1
-    for n, name in enumerate(lows):
-        low = request(name, prompt=3, priority=-10, arrived=float(n), max_tokens=60)
-        alone = undisturbed(low, max_model_len=settings.max_model_len)
-        assert (outputs[name].token_ids, outputs[name].text) == (alone.token_ids, alone.text)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 8, 16, 64])
@@ -131,24 +108,6 @@ def test_urgent_decodes_are_not_slowed_by_less_urgent_prefill() -> None:
     assert "fill" in collect(target, outputs)
 
 
-def test_equal_priority_never_preempts() -> None:
-    target, outputs = engine(config(slots=4, blocks=256)), dict[str, Output]()
-    for n in range(40):
-        target.add(request(f"r{n}", priority=5, arrived=float(-n)), 0)
-        gather(target.step(), outputs)
-    collect(target, outputs)
-    assert target.load().preemptions_total == 0
-
-
-def test_first_come_first_served_pushes_nobody_out() -> None:
-    target, outputs = engine(config(slots=4, blocks=256, order=Order.FCFS)), dict[str, Output]()
-    lows = fill(target)
-    until_all_decode(target, lows, outputs)
-    target.add(request("urgent", priority=10, arrived=99.0), 0)
-    collect(target, outputs)
-    assert target.load().preemptions_total == 0
-
-
 def test_nobody_is_preempted_where_it_would_not_make_room() -> None:
     """The pool is held by an equal of the urgent request; the one less urgent request has too few blocks to help."""
     settings = config(slots=4, blocks=16, block_size_tokens=4, max_model_len=64)
@@ -175,52 +134,6 @@ def test_of_several_victims_only_those_that_are_needed_are_preempted() -> None:
     until_all_decode(target, ["large", "small"], outputs)
     target.add(request("urgent", prompt=50, priority=10, max_tokens=2), 0)
     assert [p.request_id for p in target.step().preempted] == ["large"]
-
-
-def test_a_preempted_request_is_readmitted_before_equals_that_came_later_or_never_started() -> None:
-    target, outputs = engine(config(slots=2, blocks=256)), dict[str, Output]()
-    target.add(request("a", arrived=1.0, max_tokens=50), 0)
-    target.add(request("z", arrived=2.0, max_tokens=50), 0)
-    until_all_decode(target, ["a", "z"], outputs)
-    target.add(request("b", arrived=0.0), 0)  # stamped earlier, not started
-    target.add(request("c", arrived=3.0), 0)
-    target.add(request("urgent", priority=10, arrived=9.0, max_tokens=4), 0)
-    result = target.step()
-    gather(result, outputs)
-    assert [p.request_id for p in result.preempted] == ["z"]
-    while not outputs["urgent"].ends:
-        gather(target.step(), outputs)
-    heard = len(outputs["z"].token_ids)
-    gather(target.step(), outputs)
-    assert len(outputs["z"].token_ids) == heard + 1, "it was not readmitted first"
-    assert "b" not in outputs
-    assert "c" not in outputs
-    collect(target, outputs)
-
-
-def test_nobody_is_recomputed_more_often_than_allowed_and_who_waits_for_that_is_counted_once() -> None:
-    """Nothing can be swapped out, and the pool is too small for both."""
-    settings = config(slots=2, step_token_budget=64, blocks=32, max_model_len=128, max_recomputes=2, host_blocks=0)
-    target, outputs = engine(settings), dict[str, Output]()
-    target.add(request("low", prompt=60, priority=-10, max_tokens=60), 0)
-    means: list[PreemptionMeans] = []
-    for n in range(5):
-        until_all_decode(target, ["low"], outputs)
-        heard = len(outputs["low"].token_ids)
-        target.add(request(f"urgent{n}", prompt=70, priority=10, arrived=float(n), max_tokens=3), 0)
-        for _ in range(8):
-            result = target.step()
-            gather(result, outputs)
-            target.check_integrity()
-            means.extend(p.means for p in result.preempted)
-        assert len(outputs["low"].token_ids) > heard
-    assert means == [PreemptionMeans.RECOMPUTE] * 2
-    assert target.load().urgent_blocked_total == 1, "once for the first in line, however long it waits"
-    assert outputs["urgent0"].ends == outputs["urgent1"].ends == 1
-    assert "urgent2" not in outputs
-    collect(target, outputs)
-    assert target.load().urgent_blocked_total == 1
-    assert all(o.ends == 1 for o in outputs.values())
 
 
 def test_when_the_pool_is_empty_the_last_in_order_gives_way_and_contributes_nothing() -> None:

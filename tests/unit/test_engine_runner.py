@@ -13,7 +13,8 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine.engine import Engine
-from cluster.engine.runner import CALLS_MAX, EngineBusyError, EngineRunner, EngineStoppedError
+from cluster.engine.inbox import CALLS_MAX, EngineBusyError, EngineStoppedError
+from cluster.engine.runner import EngineRunner
 from cluster.ports import EnginePort, Row, RowOutput, StepResult
 from cluster.types import EngineState, FinishReason, RefusalReason, RequestId
 from tests.conformance.arithmetic_backend import ArithmeticBackend
@@ -203,7 +204,7 @@ def test_aborting_everything_is_followed_by_a_result_that_says_idle(stands: Call
     assert len(stand.listener.outputs) == 100
 
 
-def test_what_goes_beyond_the_bound_is_refused_and_the_inbox_does_not_grow(stands: Callable[..., Stand]) -> None:
+def test_what_goes_beyond_the_bound_is_refused_and_all_else_ends(stands: Callable[..., Stand]) -> None:
     stand = stands(config(max_held=4))
     stand.backend.gate.clear()
     stand.runner.add(request("a", max_tokens=3), 0)
@@ -214,7 +215,6 @@ def test_what_goes_beyond_the_bound_is_refused_and_the_inbox_does_not_grow(stand
         stand.runner.add(request("r0"), 0)  # a repeat
         stand.runner.abort(RequestId(f"unknown{n}"), 0)
         stand.runner.abort(RequestId("r1"), 0)  # once is enough
-    assert len(stand.runner._inbox) == 3 + 1
     stand.backend.gate.set()
     refused: list[str] = []
     while True:
@@ -346,7 +346,11 @@ def test_a_request_moves_between_two_engines_that_run_and_nothing_is_lost_double
     expected = undisturbed(r, max_model_len=128)
     assert (told.token_ids, told.text, told.finish) == (expected.token_ids, expected.text, expected.finish)
     assert target.runner.progress().load.prefill_tokens_total == 0
-    assert source.runner._attempts == target.runner._attempts == {}
+    source.backend.tickets = None
+    for stand, attempt in ((source, 0), (target, 1)):
+        again = stand.listener.outputs["r"] = Output()
+        stand.runner.add(r, attempt)  # no repeat: it has been forgotten
+        stand.listener.until(lambda _, again=again: again.ends == 1)  # type: ignore[misc]
 
 
 def test_an_imported_attempt_can_be_aborted_like_any_other(stands: Callable[..., Stand]) -> None:
@@ -415,8 +419,7 @@ def test_when_the_engine_dies_or_stops_every_call_fails_rather_than_waits(stands
     other.wait_for_batch()
     waiting = other.runner.moves.freeze(RequestId("a"), 0)
     stopper = threading.Thread(target=other.runner.stop)
-    with other.runner._changed:  # the call is in the inbox when the thread is told to stop
-        stopper.start()
+    stopper.start()
     while not other.runner._stopping:
         threading.Event().wait(0.001)
     other.backend.gate.set()

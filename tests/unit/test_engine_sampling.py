@@ -24,7 +24,6 @@ from tests.conformance.engine_kit import (
     request,
     same,
     undisturbed,
-    vocab_size,
 )
 from tests.unit.test_engine_memory import Bench
 
@@ -97,29 +96,6 @@ def test_the_end_token_is_banned_until_min_tokens_are_made_and_only_where_it_wou
         assert same(output, undisturbed(r, max_model_len=128))
         banned = [s.banned for s in samples(rows)]
         assert banned == [() if ignore_eos or index >= 4 else (EOS,) for index in range(len(output.token_ids))]
-
-
-def test_a_stop_string_before_min_tokens_is_text_like_any_other() -> None:
-    whole = undisturbed(request("r", max_tokens=40), max_model_len=128)
-    stop = whole.text[3:6]
-    early = undisturbed(request("r", max_tokens=40, stop=(stop,)), max_model_len=128)
-    r = request("r", max_tokens=40, stop=(stop,), min_tokens=len(early.token_ids))
-    output, _ = run_alone(r, config())
-    assert same(output, undisturbed(r, max_model_len=128))
-    assert output.text.startswith(early.text + stop)
-
-
-def test_choices_of_one_seed_draw_other_chances() -> None:
-    outputs = [run_alone(request("r", temperature=1.0, seed=1, choice=n), config())[0].token_ids for n in range(5)]
-    assert len({tuple(o) for o in outputs}) == 5
-
-
-@pytest.mark.parametrize("token_id", [-1, vocab_size()])
-def test_a_bias_for_a_token_that_the_model_does_not_have_ends_the_request_and_names_it(token_id: int) -> None:
-    output, rows = run_alone(request("r", logit_bias=((1, 1.0), (token_id, 1.0))), config())
-    assert (output.finish, output.token_ids, rows) == (FinishReason.ERROR, [], [])
-    assert str(token_id) in output.error
-    assert "logit_bias" in output.error
 
 
 # --- scores of the prompt ---

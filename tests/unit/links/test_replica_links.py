@@ -14,7 +14,7 @@ import pytest
 from cluster.clock import SystemClock
 from cluster.config import TransportConfig
 from cluster.messages import RosterEntry, StepFrame, ToReplica
-from cluster.ports import EngineProgress, ReplicaPort, StepResult
+from cluster.ports import EngineProgress, MovesPort, ReplicaPort, StepResult
 from cluster.types import (
     EngineLoad,
     FinishReason,
@@ -52,6 +52,8 @@ def request(name: str, emitted: int = 0) -> Request:
 
 class PlayedEngine:
     """An EnginePort whose steps are the test's: it records what it is told and says what it is given to say."""
+
+    moves: MovesPort
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
