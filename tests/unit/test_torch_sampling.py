@@ -461,3 +461,8 @@ def test_logits_and_settings_are_left_as_they_were() -> None:
     outputs(logits, rows)
     assert torch.equal(logits, before)
     assert rows == mixed_rows()
+
+
+@pytest.mark.parametrize("vocabulary", [5, 300, 1024])
+def test_where_no_row_draws_there_is_no_token(vocabulary: int) -> None:
+    assert draw(torch.empty(0, vocabulary), []) == []

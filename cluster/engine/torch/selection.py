@@ -28,7 +28,7 @@ def argmax(rows: Tensor) -> Tensor:
     """[n, m] -> [n]: where each row's greatest value is, of equals the first; where a row has a NaN, that one."""
     n, m = rows.shape
     whole = m - m % ARGMAX_BLOCK
-    maxima = rows[:, :whole].reshape(n, -1, ARGMAX_BLOCK).amax(dim=-1)
+    maxima = rows[:, :whole].reshape(n, whole // ARGMAX_BLOCK, ARGMAX_BLOCK).amax(dim=-1)
     if whole < m:
         maxima = torch.cat((maxima, rows[:, whole:].amax(dim=-1, keepdim=True)), dim=-1)
     begins = maxima.argmax(dim=-1, keepdim=True) * ARGMAX_BLOCK
