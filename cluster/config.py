@@ -6,9 +6,20 @@ Owns: every setting of engine, router, replica, controller and transport, and th
 
 from __future__ import annotations
 
+import ipaddress
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Config(BaseModel):
@@ -20,6 +31,11 @@ class Config(BaseModel):
 class DType(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+
+
+class EngineKind(StrEnum):
+    EMBEDDED = "embedded"
+    VLLM = "vllm"
 
 
 class BatchingMode(StrEnum):
@@ -42,9 +58,29 @@ class WithinClass(StrEnum):
     SJF = "sjf"
 
 
+class VllmConfig(Config):
+    """What only the vLLM engine has."""
+
+    eager: bool = Field(False, description="Compile nothing, and start sooner; for CPUs and tests.")
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that weights, activations and KV blocks may take in all. Where it is "
+        "given, as many blocks are made as fit and `blocks` says nothing.",
+    )
+    kv_transfer_config: dict[str, Any] | None = Field(
+        None, description="vLLM's argument of that name, a mapping: its KV connector; none uses none."
+    )
+
+
 class EngineConfig(Config):
     """One engine: its batch, its memory and its order."""
 
+    kind: EngineKind = Field(
+        EngineKind.EMBEDDED,
+        description="Ours on torch, or vLLM's engine core under our scheduling. `engine: vllm` alone is short for this.",
+    )
     mode: BatchingMode = Field(BatchingMode.CONTINUOUS, description="When requests join and leave the batch.")
     order: Order = Field(Order.PRIORITY, description="Who runs first, and who may push whom out.")
     within_class: WithinClass = Field(
@@ -69,7 +105,9 @@ class EngineConfig(Config):
         64, description="Tokens of one step, decodes first, the rest prefill; bounds how long a step takes."
     )
     block_size_tokens: PositiveInt = Field(
-        16, description="Tokens per KV block; smaller wastes less, larger gathers faster."
+        default_factory=lambda known: 32 if known.get("kind") is EngineKind.VLLM else 16,
+        description="Tokens per KV block; smaller wastes less, larger gathers faster. Default 16, with kind vllm 32: on "
+        "CPUs that has multiples of 32 only.",
     )
     blocks: PositiveInt = Field(1024, description="KV blocks of the pool; blocks x block_size_tokens tokens in all.")
     max_model_len: int = Field(2048, ge=2, description="Longest prompt + output in tokens, one of each at least.")
@@ -83,11 +121,25 @@ class EngineConfig(Config):
     )
     prefix_cache: bool = Field(True, description="Keep the blocks of ended requests for prompts that begin alike.")
     host_blocks: NonNegativeInt = Field(
-        512, description="KV blocks of host memory that preempted work may be swapped out to; 0 swaps nothing."
+        512,
+        description="KV blocks of host memory that preempted work may be swapped out to; 0 swaps nothing. The vLLM engine "
+        "pauses or recomputes and has none.",
     )
     dtype: DType = Field(
         DType.FLOAT32, description="Of weights and KV cache; float32 resumes exactly, bfloat16 takes half the memory."
     )
+    vllm: VllmConfig | None = Field(None, description="What only kind vllm has; none takes its defaults.")
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> EngineConfig:
+        if self.kind is EngineKind.VLLM:
+            if self.mode is not BatchingMode.CONTINUOUS:
+                raise ValueError(f"mode {self.mode.value!r}: vLLM batches continuously only; set mode to continuous")
+        elif self.vllm is not None:
+            raise ValueError(
+                f"vllm: kind {self.kind.value!r} does not read this section; set kind to vllm or remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:
@@ -96,7 +148,8 @@ class EngineConfig(Config):
                 f"slots ({self.slots}) must not exceed step_token_budget ({self.step_token_budget}): "
                 "each running request decodes one token per step"
             )
-        if self.blocks * self.block_size_tokens < self.max_model_len:
+        blocks_follow = self.vllm is not None and self.vllm.gpu_memory_utilization is not None
+        if not blocks_follow and self.blocks * self.block_size_tokens < self.max_model_len:
             raise ValueError(
                 f"blocks x block_size_tokens ({self.blocks} x {self.block_size_tokens}) must hold one request of "
                 f"max_model_len ({self.max_model_len}): raise blocks or lower max_model_len"
@@ -112,6 +165,31 @@ class PriorityClass(Config):
     service_tiers: tuple[str, ...] = Field((), description="Values of OpenAI's service_tier that name this class.")
     max_queued_requests: PositiveInt = Field(10_000, description="Bound of its band in the router's queue.")
     max_queued_bytes: PositiveInt = Field(256 * 2**20, description="Bound of its band in bytes, prompts counted.")
+    longest_wait_s: PositiveFloat | None = Field(
+        None,
+        description="Longest wait for a replica that the class promises: what it cannot begin within it is refused at "
+        "arrival, and ends with 504 where it waits so long all the same. None: the router's max_queue_s.",
+    )
+
+
+class WithinTenant(StrEnum):
+    """Order of the waiting requests of one tenant and one priority."""
+
+    FCFS = "fcfs"
+    SJF = "sjf"
+    DEADLINE = "deadline"
+
+
+class TenantConfig(Config):
+    """What a tenant is to get beside others of the same priority."""
+
+    name: str = Field(description="As its keys say it.")
+    weight: PositiveFloat = Field(1.0, description="Its part of the service, relative to the others'.")
+
+
+class Auth(StrEnum):
+    NONE = "none"
+    KEYS = "keys"
 
 
 DEFAULT_CLASSES = (
@@ -124,8 +202,22 @@ DEFAULT_CLASSES = (
 class RouterConfig(Config):
     """One router: its listener, its queue and its patience."""
 
-    host: str = Field("127.0.0.1", description="Address that HTTP listens on; loopback, for there are no keys yet.")
+    host: str = Field(
+        "127.0.0.1", description="Address that HTTP listens on; for any but loopback `auth` must say who is served."
+    )
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one.")
+    auth: Auth | None = Field(
+        None,
+        description="Who is served: holders of a key, or (none) whoever reaches the address. Left out, it is none, and the "
+        "address must be loopback.",
+    )
+    keys_file: Path = Field(
+        Path("~/.config/forebay/keys.json"), description="With auth keys: the file that `forebay keys` writes."
+    )
+    keys_pepper_file: Path | None = Field(
+        None, description="The secret that the keys are hashed with; by default keys_file with .pepper behind it."
+    )
+    open_metrics: bool = Field(False, description="With auth keys: /metrics is answered without a key too.")
     classes: tuple[PriorityClass, ...] = Field(DEFAULT_CLASSES, description="All classes of traffic that there are.")
     default_class: str = Field("standard", description="Class of a request that names none.")
     expected_output_tokens: PositiveInt = Field(
@@ -145,9 +237,58 @@ class RouterConfig(Config):
         600.0, description="Longest wait in the queue; beyond it the request ends with 504."
     )
     body_timeout_s: PositiveFloat = Field(30.0, description="Longest time for a client to send its body.")
+    tenants: tuple[TenantConfig, ...] = Field(
+        (), description="Tenants that are to get more or less than others, and that metrics name; all others weigh 1."
+    )
+    prompt_token_weight: PositiveFloat = Field(
+        1.0, description="Service that one prompt token counts as, in what tenants and bands are charged."
+    )
+    output_token_weight: PositiveFloat = Field(
+        2.0, description="Service that one output token counts as: it takes a step of its own, a prompt's share theirs."
+    )
+    within_tenant: WithinTenant = Field(
+        WithinTenant.FCFS,
+        description="Order within one tenant and priority: oldest, shortest expected or earliest deadline first.",
+    )
+    sjf_ageing_tokens_per_s: PositiveFloat = Field(
+        20.0, description="Under sjf a second of waiting counts like so many fewer expected output tokens."
+    )
+    sjf_longest_overtake_s: PositiveFloat = Field(
+        60.0, description="Under sjf nobody goes before a request that arrived so much earlier."
+    )
+    ageing_after_s: PositiveFloat = Field(
+        30.0, description="From this wait on, the head of a less urgent band may take the band's minimum share."
+    )
+    minimum_share: float = Field(
+        0.02,
+        ge=0,
+        le=0.5,
+        description="Of all dispatched service, what each waiting class may take past more urgent work that waits.",
+    )
+    affinity_weight: float = Field(
+        0.5,
+        ge=0,
+        description="How much fuller, in parts of its capacity, a replica may be than another and still be preferred "
+        "for a prompt that it has computed already.",
+    )
+    affinity_entries: PositiveInt = Field(
+        65_536, description="Sessions and beginnings of prompts that are remembered, with the replica that had them."
+    )
+    explained_requests: PositiveInt = Field(
+        10_000, description="Ended requests whose decisions can still be asked for."
+    )
+    explained_bytes: PositiveInt = Field(32 * 2**20, description="Bytes that these may hold in all.")
 
     @model_validator(mode="after")
     def _consistent(self) -> RouterConfig:
+        tenants = [t.name for t in self.tenants]
+        if len(set(tenants)) != len(tenants):
+            raise ValueError(f"tenants: names must differ, got {tenants}")
+        if self.auth is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} is not loopback: set auth to keys (`forebay keys create` makes them), or to none to serve "
+                "whoever reaches it"
+            )
         names = [c.name for c in self.classes]
         if len(set(names)) != len(names):
             raise ValueError(f"classes: names must differ, got {names}")

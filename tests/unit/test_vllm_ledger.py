@@ -7,18 +7,20 @@ from importlib import metadata
 import msgspec
 import pytest
 
-from cluster.config import BatchingMode, EngineConfig, Order
-from cluster.engine.kv_cache import IntegrityError
+from cluster.config import EngineConfig, Order
 from cluster.engine.scheduling.plan import StepPlan
 from cluster.engine.vllm.ledger import Ledger
+from cluster.engine.vllm.telling import QUIET_MAX_S, Telling
 from cluster.engine.vllm.version import VLLM_VERSION, VllmVersionError, check_version
 from cluster.engine.vllm.wire import (
     RequestNote,
     StepNote,
     core_id,
+    decode_handle,
     decode_request,
     decode_step,
     encode,
+    encode_handle,
 )
 from cluster.types import EngineLoad, Preempted, PreemptionMeans, Request, RequestId, Sampling
 
@@ -102,16 +104,83 @@ def test_a_paused_request_waits_at_its_place_with_its_blocks_and_a_dropped_one_w
     assert (state.tokens, state.computed, state.pushed_out) == (7, 0, 1)
 
 
-def test_who_is_parked_is_in_no_plan_until_it_is_unparked() -> None:
+def test_who_is_frozen_is_in_no_plan_and_keeps_what_it_holds_until_it_is_thawed() -> None:
     ledger = Ledger(CONFIG)
-    add(ledger, a_request("a"), a_request("b", arrived=1.0))
-    ledger.park("a")
-    assert admitted(plan(ledger, 16)) == ["b"]
-    ledger.unpark("a")
+    add(ledger, a_request("a"), a_request("b", arrived=1.0), a_request("c", arrived=2.0))
+    ledger.freeze("a")
+    assert ledger.get("a").place == "parked"
+    assert admitted(plan(ledger, 16)) == ["b", "c"]
+    ledger.thaw("a")
     assert admitted(plan(ledger, 16)) == ["a", "b"]
     decode(ledger, "a", tokens=5, blocks=2)
-    with pytest.raises(IntegrityError):
-        ledger.park("a")
+    ledger.freeze("a")
+    ledger.freeze("a")
+    assert (ledger.get("a").place, ledger.get("a").held_blocks) == ("frozen", 2)
+    assert ledger.running.loads() == ()
+    assert [load.requests for load in ledger.waiting.loads()] == [2]
+    assert admitted(plan(ledger, 14)) == ["b", "c"]
+    made = plan(ledger, 0)
+    assert (made.preempted, made.admitted) == ((), ()), "nobody takes its blocks"
+    ledger.thaw("a")
+    assert ledger.get("a").place == "paused"
+    assert [t.core_id for t in ledger.wait_order()] == ["a", "b", "c"]
+    chunk = plan(ledger, 14).chunks[0]
+    assert (chunk.sequence.identity[0], chunk.tokens) == ("a", 1), "it decodes on from where it was"
+
+
+def test_a_frozen_one_that_loses_its_blocks_is_parked_and_computes_all_again() -> None:
+    ledger = Ledger(CONFIG)
+    add(ledger, a_request("a"))
+    decode(ledger, "a", tokens=6, blocks=2)
+    ledger.freeze("a")
+    ledger.drop("a", 6, for_urgent=False)
+    assert ledger.get("a").place == "parked"
+    assert plan(ledger, 16).chunks == ()
+    ledger.thaw("a")
+    assert [chunk.tokens for chunk in plan(ledger, 16).chunks] == [6]
+
+
+def test_one_whose_blocks_are_being_filled_is_in_no_plan_and_then_computes_only_the_rest() -> None:
+    ledger = Ledger(CONFIG)
+    add(ledger, a_request("a", prompt=12), a_request("b", arrived=1.0))
+    ledger.load("a", 2)
+    assert ledger.get("a").place == "loading"
+    assert admitted(plan(ledger, 14)) == ["b"]
+    ledger.loaded("a", computed=8, held_blocks=2)
+    assert ledger.get("a").place == "paused"
+    made = plan(ledger, 14)
+    assert admitted(made) == ["a", "b"]
+    assert [(chunk.sequence.identity[0], chunk.tokens) for chunk in made.chunks] == [("a", 4), ("b", 4)]
+    assert made.admitted[0].blocks == 2, "13 tokens fill 4 blocks, of which it has 2"
+
+
+def test_one_that_is_frozen_while_its_blocks_are_filled_stays_frozen_when_they_are() -> None:
+    ledger = Ledger(CONFIG)
+    add(ledger, a_request("a", prompt=12))
+    ledger.load("a", 3)
+    ledger.freeze("a")
+    ledger.loaded("a", computed=8, held_blocks=3)
+    assert ledger.get("a").place == "frozen"
+    assert plan(ledger, 13).admitted == ()
+    ledger.thaw("a")
+    assert [chunk.tokens for chunk in plan(ledger, 13).chunks] == [4]
+
+
+def test_one_whose_blocks_could_not_be_filled_computes_all() -> None:
+    ledger = Ledger(CONFIG)
+    add(ledger, a_request("a", prompt=12))
+    ledger.load("a", 2)
+    ledger.loaded("a", computed=0, held_blocks=0)
+    assert ledger.get("a").place == "waiting"
+    assert [chunk.tokens for chunk in plan(ledger, 16).chunks] == [12]
+
+
+def test_one_that_came_by_a_move_goes_before_new_work_of_its_priority_though_it_has_put_out_nothing() -> None:
+    ledger = Ledger(CONFIG)
+    add(ledger, a_request("new"), a_request("urgent", arrived=3.0, priority=1))
+    moved = a_request("moved", arrived=2.0)
+    ledger.add("moved", RequestNote.of(moved, 0, (9,), moved=True))
+    assert [t.core_id for t in ledger.wait_order()] == ["urgent", "moved", "new"]
 
 
 def test_only_where_a_plan_would_change_nothing_none_is_needed() -> None:
@@ -128,14 +197,16 @@ def test_only_where_a_plan_would_change_nothing_none_is_needed() -> None:
 
 def test_an_ended_request_leaves_nothing_behind_wherever_it_stood() -> None:
     ledger = Ledger(CONFIG)
-    names = add(ledger, *(a_request(f"r{n}") for n in range(4)))
+    names = add(ledger, *(a_request(f"r{n}") for n in range(5)))
     decode(ledger, "r0", tokens=5, blocks=2)
     decode(ledger, "r1", tokens=5, blocks=2)
     ledger.pause("r1")
-    ledger.park("r2")
+    ledger.freeze("r2")
+    ledger.load("r3", 1)
     for name in names:
         ledger.remove(name)
     assert len(ledger) == len(ledger.waiting) == len(ledger.running) == ledger.promised_blocks() == 0
+    assert ledger.loading == set()
     assert ledger.waiting.loads() == ledger.running.loads() == ()
 
 
@@ -155,10 +226,20 @@ def _of_tenant(r: Request, tenant: str) -> Request:
     return msgspec.structs.replace(r, tenant=tenant)
 
 
-@pytest.mark.parametrize("mode", [BatchingMode.STATIC, BatchingMode.DYNAMIC])
-def test_modes_that_vllm_has_not_are_refused_by_name(mode: BatchingMode) -> None:
-    with pytest.raises(ValueError, match=mode.value):
-        Ledger(CONFIG.model_copy(update={"mode": mode}))
+def test_a_turn_without_a_step_is_told_if_something_happened_or_all_was_quiet_for_long_in_spite_of_work() -> None:
+    ledger = Ledger(CONFIG)
+    telling = Telling(ledger, slots_total=2, blocks_total=16, block_size_tokens=4)
+    telling.note(16, 0.0)
+    assert not telling.is_due(16, 1000.0), "there is no work"
+    assert telling.is_due(15, 0.0), "a block has gone"
+    add(ledger, a_request("a"))
+    assert not telling.is_due(16, QUIET_MAX_S / 2)
+    assert telling.is_due(16, QUIET_MAX_S)
+    telling.frozen("a", b"handle")
+    assert telling.is_due(16, 0.0)
+    assert decode_step(telling.note(16, 0.0)).frozen == (("a", b"handle"),)
+    assert not telling.is_due(16, 0.0)
+    assert decode_step(telling.note(16, 0.0)).frozen == (), "once"
 
 
 def test_notes_come_back_as_they_went() -> None:
@@ -167,8 +248,23 @@ def test_notes_come_back_as_they_went() -> None:
     assert (note(r).prompt_tokens, note(r).emitted_tokens, note(r).eos) == (4, 3, (9,))
     load = EngineLoad(slots_total=1, blocks_total=2, blocks_free=1, block_size_tokens=4)
     preempted = Preempted(r.request_id, 0, None, 3, 12, PreemptionMeans.RECOMPUTE)
-    step = StepNote(load=load, preempted=(preempted,))
+    step = StepNote(load=load, preempted=(preempted,), frozen=(("0#a", b"handle"), ("0#b", b"")))
     assert decode_step(encode(step)) == step
+
+
+def test_a_connectors_handle_comes_back_as_it_went() -> None:
+    params = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "née", "expiry": None}
+    assert decode_handle(encode_handle(params)) == params
+    assert encode_handle(None) == encode_handle({}) == b""
+    assert decode_handle(b"") is None
+    for broken in (b"no handle", msgspec.msgpack.encode([1])):
+        with pytest.raises(msgspec.MsgspecError):
+            decode_handle(broken)
+
+
+def test_one_that_comes_back_to_the_core_has_another_name_there() -> None:
+    names = {core_id(RequestId(name), 1, life) for name in ("a", "1#a", "1.1#a") for life in (0, 1, 11)}
+    assert len(names) == 9
 
 
 def test_attempts_of_one_request_have_names_of_their_own() -> None:

@@ -8,13 +8,9 @@ import warnings
 
 import pytest
 
-os.environ.update(
-    {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-)
+from cluster.engine.vllm.build import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -27,4 +23,5 @@ else:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore"))
-        item.add_marker(pytest.mark.timeout(300))
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))

@@ -5,7 +5,8 @@ output that is still on its way. `Core` does that too, in the order of vLLM's `E
 
 `Worker` stands where the model runner does and keeps what that one keeps: block tables, and in each slot of each block
 which text was written there. In each step it checks that all that the step reads is there. Its next token is
-a hash of the whole text.
+a hash of the whole text. With a KV connector (the scheduler's side of later_connector.py) it also does the transfers, some
+steps later than it is told to; those to a path that says so fail.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from cluster.config import EngineConfig
 from cluster.engine.vllm.build import engine_arguments
 from cluster.engine.vllm.scheduler import ForebayScheduler
 from cluster.engine.vllm.translate import core_request
-from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, StepNote, core_id, decode_step
+from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, StepNote, decode_step
 from cluster.model import ModelFolder
 from cluster.types import Preempted, Request
+from tests.vllm.later_connector import BROKEN, Transfer
 
 TOKENS = 1000
 
@@ -51,6 +53,10 @@ class Worker:
     written: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """(block, slot) -> the text up to and with the token whose keys and values are there."""
     in_last_step: set[str] = field(default_factory=set)
+    sends: list[Transfer] = field(default_factory=list)
+    receives: list[Transfer] = field(default_factory=list)
+    stored: dict[str, list[list[tuple[int, ...] | None]]] = field(default_factory=dict)
+    """Path -> of each block, of each slot, the text that was written there."""
 
     def run(self, step: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found, unused-ignore]
@@ -79,7 +85,43 @@ class Worker:
         sampled = [self._read(name, computed[name] + tokens) for name, tokens in step.num_scheduled_tokens.items()]
         self.in_last_step = set(step.num_scheduled_tokens)
         names = list(step.num_scheduled_tokens)
-        return ModelRunnerOutput(names, {name: k for k, name in enumerate(names)}, sampled)
+        transfers = self._transfer(step.kv_connector_metadata) if step.kv_connector_metadata is not None else None
+        return ModelRunnerOutput(
+            names, {name: k for k, name in enumerate(names)}, sampled, kv_connector_output=transfers
+        )
+
+    def _transfer(self, orders: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput  # type: ignore[import-not-found, unused-ignore]
+
+        self.sends.extend(orders.sends)
+        self.receives.extend(orders.receives)
+        for transfer in (*self.sends, *self.receives):
+            transfer.turns_left -= 1
+        sent = [t for t in self.sends if t.turns_left <= 0]
+        received = [t for t in self.receives if t.turns_left <= 0 and (t.path in self.stored or BROKEN in t.path)]
+        for t in sent:
+            self.stored[t.path] = [
+                [self.written.get((block, slot)) for slot in range(self.block_size)] for block in t.block_ids
+            ]
+        failed: set[int] = set()
+        for t in received:
+            if BROKEN in t.path:
+                failed.update(t.block_ids)
+                continue
+            came = self.stored[t.path][t.first_block :]
+            assert len(came) == len(t.block_ids), "the target asks for other blocks than the source has"
+            for block, texts in zip(t.block_ids, came, strict=True):
+                for slot, text in enumerate(texts):
+                    self.written.pop((block, slot), None)
+                    if text is not None:
+                        self.written[block, slot] = text
+        self.sends = [t for t in self.sends if t not in sent]
+        self.receives = [t for t in self.receives if t not in received]
+        return KVConnectorOutput(
+            finished_sending={t.request_id for t in sent},
+            finished_recving={t.request_id for t in received},
+            invalid_block_ids=failed,
+        )
 
     def _text(self, name: str) -> tuple[int, ...]:
         return (*self.prompts[name], *self.made[name])
@@ -114,26 +156,38 @@ class Core:
         self.ended: set[str] = set()
         self.preempted: list[Preempted] = []
         self.note: StepNote | None = None
+        self.frozen: dict[str, bytes] = {}
+        """Those of which nothing is on its way any more, as a note said, with the KV connector's handle."""
         self.ran: dict[str, int] = {}
         """Tokens of each request in the step that was scheduled last."""
+        self.slots = config.slots
         self._hasher = hasher
         self._worker = Worker(config.block_size_tokens)
         self._depth = depth
         self._in_flight: deque[tuple[Any, Any]] = deque()
 
-    def add(self, r: Request) -> str:
+    def add(self, r: Request, attempt: int = 0, **more: Any) -> str:
+        """`more` is for `core_request`."""
         from vllm.v1.request import Request as VllmRequest  # type: ignore[import-not-found, unused-ignore]
 
-        name = core_id(r.request_id, 0)
+        sent = core_request(r, attempt, (), **more)
+        name: str = sent.request_id  # type: ignore[attr-defined]
         self.outputs[name] = []
-        self.scheduler.add_request(VllmRequest.from_engine_core_request(core_request(r, 0, ()), self._hasher))
+        self.scheduler.add_request(VllmRequest.from_engine_core_request(sent, self._hasher))
         return name
+
+    def call(self, call: str, name: str) -> None:
+        """What the adapter calls between steps: freeze, thaw, release, park."""
+        if call in ("thaw", "release"):
+            self.frozen.pop(name, None)
+        self._read(getattr(self.scheduler, f"call_{call}")(name))
 
     def abort(self, name: str) -> None:
         from cluster.engine.vllm.internals import RequestStatus
 
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
         self.ended.add(name)
+        self.frozen.pop(name, None)
 
     @property
     def has_work(self) -> bool:
@@ -160,16 +214,22 @@ class Core:
     def _take(self, by_client: dict[int, Any]) -> None:
         for output in (output for of_client in by_client.values() for output in of_client.outputs):
             if output.request_id == STEP_NOTE_ID:
-                self.note = decode_step(output.kv_transfer_params[NOTE_KEY])
-                self.preempted.extend(self.note.preempted)
+                self._read(output.kv_transfer_params[NOTE_KEY])
                 continue
             assert output.request_id not in self.ended, "something came after the end"
+            assert output.request_id not in self.frozen, "something came after it was said to be frozen"
             self.outputs[output.request_id].extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self.ended.add(output.request_id)
 
+    def _read(self, note: bytes) -> None:
+        self.note = decode_step(note)
+        self.preempted.extend(self.note.preempted)
+        self.frozen.update(self.note.frozen)
 
-def make_core(model: ModelFolder, config: EngineConfig, *, depth: int) -> Core:
+
+def make_core(model: ModelFolder, config: EngineConfig, *, depth: int, pool_blocks: int | None = None) -> Core:
+    """`pool_blocks` where the number of blocks is not the configuration's."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found, unused-ignore]
     from vllm.utils.hashing import sha256  # type: ignore[import-not-found, unused-ignore]
     from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found, unused-ignore]
@@ -183,8 +243,8 @@ def make_core(model: ModelFolder, config: EngineConfig, *, depth: int) -> Core:
     )
     from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found, unused-ignore]
 
-    size, blocks = config.block_size_tokens, config.blocks + 1
-    vllm_config = AsyncEngineArgs(**engine_arguments(model, config, eager=True)).create_engine_config()
+    size, blocks = config.block_size_tokens, (config.blocks if pool_blocks is None else pool_blocks) + 1
+    vllm_config = AsyncEngineArgs(**engine_arguments(model, config)).create_engine_config()
     vllm_config.scheduler_config.async_scheduling = depth > 1  # vLLM's CPU platform turns it off
     vllm_config.cache_config.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)

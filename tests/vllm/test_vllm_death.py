@@ -7,17 +7,26 @@ import signal
 import time
 
 from cluster.clock import SystemClock
-from cluster.config import EngineConfig
+from cluster.config import EngineConfig, EngineKind, VllmConfig
 from cluster.engine.vllm.build import build_vllm_engine
 from cluster.model import ModelFolder
 from cluster.types import Refusal, RefusalReason
 from tests.vllm.vllm_kit import Listener, request
 
-CONFIG = EngineConfig(slots=4, step_token_budget=64, block_size_tokens=32, blocks=24, max_model_len=512, max_held=3)
+CONFIG = EngineConfig(
+    kind=EngineKind.VLLM,
+    slots=4,
+    step_token_budget=64,
+    block_size_tokens=32,
+    blocks=24,
+    max_model_len=512,
+    max_held=3,
+    vllm=VllmConfig(eager=True),
+)
 
 
 def test_a_full_engine_refuses_and_a_killed_core_is_a_death_within_a_second(tiny_model: ModelFolder) -> None:
-    listener = Listener(build_vllm_engine(tiny_model, CONFIG, SystemClock(), eager=True))
+    listener = Listener(build_vllm_engine(tiny_model, CONFIG, SystemClock()))
     listener.start()
     try:
         running = [request(f"r {n}", max_tokens=400) for n in range(3)]

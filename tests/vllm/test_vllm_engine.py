@@ -8,14 +8,22 @@ import msgspec
 import pytest
 
 from cluster.clock import SystemClock
-from cluster.config import EngineConfig
+from cluster.config import EngineConfig, EngineKind, VllmConfig
 from cluster.engine.text import TextCodec
 from cluster.engine.vllm.build import build_vllm_engine
 from cluster.model import ModelFolder
 from cluster.types import FinishReason, PreemptionMeans, Request
 from tests.vllm.vllm_kit import Listener, Reference, request
 
-CONFIG = EngineConfig(slots=4, step_token_budget=64, block_size_tokens=32, blocks=24, max_model_len=512)
+CONFIG = EngineConfig(
+    kind=EngineKind.VLLM,
+    slots=4,
+    step_token_budget=64,
+    block_size_tokens=32,
+    blocks=24,
+    max_model_len=512,
+    vllm=VllmConfig(eager=True),
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,7 @@ def codec(tiny_model: ModelFolder) -> TextCodec:
 
 @pytest.fixture(scope="module")
 def shared_engine(tiny_model: ModelFolder) -> Iterator[Listener]:
-    listener = Listener(build_vllm_engine(tiny_model, CONFIG, SystemClock(), eager=True))
+    listener = Listener(build_vllm_engine(tiny_model, CONFIG, SystemClock()))
     listener.start()
     yield listener
     listener.engine.stop()

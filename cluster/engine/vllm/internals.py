@@ -7,7 +7,7 @@ this module checks the version first.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.engine.vllm.version import check_version
@@ -24,21 +24,26 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "close_core",
+    "core_blocks",
     "core_pids",
     "launch_core",
     "process_dict_updates",
+    "replace_count_of_nans",
 ]
 
 check_version()
 
-SHUTDOWN_TIMEOUT_S = 5.0
-"""A core that has not ended after this is killed."""
+SHUTDOWN_TIMEOUT_S = 1.0
+"""A core that has not ended after this is killed, which loses nothing: on CPUs its worker takes five seconds to exit."""
 
 if TYPE_CHECKING:
     from enum import IntEnum
 
+    from torch import Tensor
+
     class RequestStatus(IntEnum):
         WAITING = 1
+        WAITING_FOR_REMOTE_KVS = 3
         RUNNING = 5
         PREEMPTED = 6
         FINISHED_STOPPED = 7
@@ -67,6 +72,8 @@ if TYPE_CHECKING:
         ref_cnt: int
 
     class KVCacheBlocks(Protocol):
+        """Of one request."""
+
         blocks: tuple[Sequence[KVCacheBlock], ...]
         """Per KV cache group."""
 
@@ -76,13 +83,25 @@ if TYPE_CHECKING:
 
         def get_num_free_blocks(self) -> int: ...
 
+    class SingleTypeKVCacheManager(Protocol):
+        _record_new_block_ids: bool
+        """Whether `take_new_block_ids` is to know of its blocks."""
+
+    class KVCacheCoordinator(Protocol):
+        single_type_managers: Sequence[SingleTypeKVCacheManager]
+
     class KVCacheManager(Protocol):
         block_pool: BlockPool
+        coordinator: KVCacheCoordinator
 
         def get_blocks(self, request_id: str) -> KVCacheBlocks: ...
 
         def get_computed_blocks(self, request: CoreRequest) -> tuple[KVCacheBlocks, int, int]:
             """Blocks of the prefix cache, and the tokens in them. Changes nothing."""
+            ...
+
+        def take_new_block_ids(self) -> list[int]:
+            """Those that requests have got from the pool since the last call."""
             ...
 
     class CoreRequest(Protocol):
@@ -97,6 +116,10 @@ if TYPE_CHECKING:
         num_output_placeholders: int
         """Tokens that are on their way."""
         num_in_flight_tokens: int
+        num_prompt_tokens: int
+        """What it came with, output of earlier attempts included."""
+        kv_transfer_params: dict[str, Any] | None
+        """Taken from `SamplingParams.extra_args` of that key."""
 
         @property
         def num_tokens(self) -> int: ...
@@ -106,10 +129,32 @@ if TYPE_CHECKING:
     class SchedulerOutput(Protocol):
         num_scheduled_tokens: dict[str, int]
 
+    class KvConnectorOutput(Protocol):
+        invalid_block_ids: set[int]
+
+    class ModelRunnerOutput(Protocol):
+        kv_connector_output: KvConnectorOutput | None
+        num_nans_in_logits: dict[str, int] | None
+
+    class KvConnector(Protocol):
+        """The scheduler's side of one. When a request ends, `request_finished` says what is to be known of its blocks, and
+        whether they are given back only when the worker's side says that they have been sent."""
+
+        def get_num_new_matched_tokens(
+            self, request: CoreRequest, num_computed_tokens: int
+        ) -> tuple[int | None, bool]: ...
+        def update_state_after_alloc(
+            self, request: CoreRequest, blocks: KVCacheBlocks, num_external_tokens: int
+        ) -> None: ...
+
     class AsyncScheduler:
         """`schedule` runs `running` in order, then takes from `waiting` while there are slots; if a running one lacks a
         block it preempts the last of `running`, and in that step takes nobody. A request that is in neither, but whose
-        status is RUNNING, keeps its blocks, and its output is still accepted."""
+        status is RUNNING, keeps its blocks, and its output is still accepted.
+
+        Where a KV connector brings blocks between steps, a newcomer gets them and is put into `kv_holding_waiting` as
+        WAITING_FOR_REMOTE_KVS. When they are there its id is in `finished_recving_kv_req_ids`;
+        `_handle_blocked_waiting_request` then makes it a waiting one that has blocks."""
 
         vllm_config: Any
         kv_cache_config: Any
@@ -117,19 +162,33 @@ if TYPE_CHECKING:
         kv_cache_manager: KVCacheManager
         requests: dict[str, CoreRequest]
         waiting: RequestQueue
+        kv_holding_waiting: RequestQueue
         running: list[CoreRequest]
+        finished_req_ids: set[str]
+        """Of whom the worker is still to be told."""
+        finished_recving_kv_req_ids: set[str]
+        deferred_frees: Iterable[tuple[int, list[KVCacheBlock]]]
+        """Blocks that go back to the pool when a step has ended that may still write to them."""
+        _inflight_prefills: set[CoreRequest]
+        """For whose rest blocks are reserved against such newcomers."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def add_request(self, request: CoreRequest) -> None: ...
         def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput: ...
         def update_from_output(
-            self, scheduler_output: SchedulerOutput, model_runner_output: object
+            self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
         ) -> dict[int, EngineCoreOutputs]: ...
         def finish_requests(
             self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
         ) -> list[CoreRequest]: ...
         def _preempt_request(self, request: CoreRequest, timestamp: float, drop_stale_output: bool = False) -> None: ...
         def _free_request(self, request: CoreRequest, delay_free_blocks: bool = False) -> tuple[Any, Any]: ...
+        def _free_request_blocks(self, request: CoreRequest) -> None: ...
+        def _handle_blocked_waiting_request(self, request: CoreRequest) -> bool: ...
+        def has_finished_requests(self) -> bool: ...
+        def _get_new_block_ids_to_zero(self) -> list[int] | None:
+            """Called once in each `schedule`: blocks that the worker is to clear before the step."""
+            ...
 
     class RequestQueue: ...
 
@@ -165,6 +224,8 @@ if TYPE_CHECKING:
         new_prompt_logprobs_tensors: Any
         """The same as tensors: one row per prompt token but the first."""
         finish_reason: int | None
+        num_nans_in_logits: int
+        """What the count of NaNs says of the row that gave the last token."""
         kv_transfer_params: dict[str, Any] | None
 
         def __init__(
@@ -185,6 +246,7 @@ if TYPE_CHECKING:
         """`AsyncMPClient`: the engine core in a process of its own, one message per step. To be used on one loop."""
 
         resources: Any
+        vllm_config: Any
 
         def add_request_async(self, request: EngineCoreRequest) -> Awaitable[None]: ...
         def abort_requests_async(self, request_ids: list[str]) -> Awaitable[None]: ...
@@ -237,3 +299,17 @@ def close_core(client: CoreClient) -> None:
 
 def core_pids(client: CoreClient) -> tuple[int, ...]:
     return tuple(process.pid for process in client.resources.engine_manager.processes)
+
+
+def core_blocks(client: CoreClient) -> int:
+    """How many KV blocks requests can have."""
+    return int(client.vllm_config.cache_config.num_gpu_blocks) - 1  # without the null block
+
+
+def replace_count_of_nans(count: Callable[[Tensor], Tensor]) -> None:
+    """Have this process's model runner ask `count` for each row's number of NaNs, [rows, vocabulary] -> [rows] integers on
+    the same device. With VLLM_COMPUTE_NANS_IN_LOGITS it does so after each step's draw, copies the answer together with the
+    tokens, and sends it along with each token."""
+    from vllm.v1.worker import gpu_model_runner  # type: ignore[import-not-found, unused-ignore]
+
+    gpu_model_runner.count_nans_per_row = count

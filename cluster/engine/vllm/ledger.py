@@ -2,8 +2,9 @@
 
 Owns: a `SequenceState` for each of vLLM's requests, the lines that they stand in, and the plan of a step. Imports
 cluster and cluster.engine.scheduling, never vllm: what it is told of a request are numbers. Invariants: each request
-stands in exactly one of waiting (with blocks: paused), running and parked; its key is the order's for its state when it
-joined the line.
+is waiting (with blocks: paused), running, or aside; its key is the order's for its state when it joined the line. Who is
+aside is in no plan and keeps its blocks: frozen for a move (without blocks: parked), or loading, while a KV connector
+fills them.
 
 vLLM gives a prompt its blocks chunk by chunk, our planner all at once. The blocks that a prompt's rest will need are
 therefore promised: they count as held by it and not as free, though vLLM's pool still has them.
@@ -13,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from cluster.config import BatchingMode, EngineConfig
-from cluster.engine.kv_cache import IntegrityError
+from cluster.config import EngineConfig
 from cluster.engine.scheduling.choose import order_for, planner_for
 from cluster.engine.scheduling.giving import Shared
 from cluster.engine.scheduling.plan import StepPlan, View
@@ -31,19 +31,20 @@ SharedBlocks = Callable[[str], Shared]
 class Tracked:
     """One request. `held_blocks` are those that vLLM has given it; `state.blocks` are these and the promised ones."""
 
-    __slots__ = ("core_id", "held_blocks", "note", "parked", "state")
+    __slots__ = ("core_id", "frozen", "held_blocks", "loading", "note", "state")
 
     def __init__(self, core_id: str, note: RequestNote, max_model_len: int) -> None:
         self.core_id = core_id
         self.note = note
         self.held_blocks = 0
-        self.parked = False
+        self.frozen = False
+        self.loading = False
         self.state = SequenceState(
             (note.request_id, note.attempt),
             note.priority,
             note.arrived_unix_s,
             tokens=note.prompt_tokens + note.emitted_tokens,
-            started=note.emitted_tokens > 0,
+            started=note.emitted_tokens > 0 or note.moved,
             prompt_tokens=note.prompt_tokens,
             limit_tokens=min(note.prompt_tokens + max(1, note.sampling.max_tokens), max_model_len),
         )
@@ -53,6 +54,21 @@ class Tracked:
         return self.state.blocks - self.held_blocks
 
     @property
+    def aside(self) -> bool:
+        return self.frozen or self.loading
+
+    @property
+    def place(self) -> str:
+        """For tests and diagnosis."""
+        if self.loading:
+            return "loading"
+        if self.frozen:
+            return "frozen" if self.state.blocks else "parked"
+        if self.state.running:
+            return "running"
+        return "paused" if self.state.blocks else "waiting"
+
+    @property
     def at_limit(self) -> bool:
         """Its last token is on its way; it runs no more."""
         return self.state.tokens >= self.state.limit_tokens
@@ -60,14 +76,10 @@ class Tracked:
 
 class Ledger:
     def __init__(self, config: EngineConfig) -> None:
-        """
-        Raises:
-            ValueError: the configuration asks for what this backend does not do.
-        """
-        if config.mode is not BatchingMode.CONTINUOUS:
-            raise ValueError(f"mode {config.mode.value!r}: vLLM batches continuously only; set mode to continuous")
         self.waiting = Line()
         self.running = Line()
+        self.loading: set[str] = set()
+        """Core ids."""
         self._config = config
         self._order = order_for(config)
         self._planner = planner_for(config.mode)
@@ -95,6 +107,9 @@ class Ledger:
 
     def wait_order(self) -> Iterable[Tracked]:
         return (self._by_state[state] for state in self.waiting.items)
+
+    def all(self) -> Iterable[Tracked]:
+        return self._by_id.values()
 
     # --- where it stands ---
 
@@ -124,7 +139,7 @@ class Ledger:
         self._wait(tracked)
 
     def drop(self, core_id: str, tokens: int, *, for_urgent: bool) -> None:
-        """A running or paused one has lost its blocks; it has `tokens` tokens and waits at its place."""
+        """It has lost its blocks; it has `tokens` tokens, and if it ran or was paused it waits at its place."""
         tracked = self._by_id[core_id]
         state = tracked.state
         self._leave(tracked)
@@ -132,25 +147,42 @@ class Ledger:
         state.pushed_out += for_urgent
         self._wait(tracked)
 
-    def park(self, core_id: str) -> None:
-        """A waiting one that holds no blocks stands in no line until it is unparked."""
+    def freeze(self, core_id: str) -> None:
+        """Aside with all that it holds, until it is thawed."""
         tracked = self._by_id[core_id]
-        if tracked.state.running or tracked.state.blocks or tracked.parked:
-            raise IntegrityError("only a waiting request that holds no blocks can be parked")
         self._leave(tracked)
-        tracked.parked = True
+        tracked.state.running = False
+        tracked.frozen = True
 
-    def unpark(self, core_id: str) -> None:
+    def thaw(self, core_id: str) -> None:
+        """Back at its place among those that wait."""
         tracked = self._by_id[core_id]
-        tracked.parked = False
+        tracked.frozen = False
+        self._wait(tracked)
+
+    def load(self, core_id: str, held_blocks: int) -> None:
+        """A waiting one has got blocks that a KV connector fills."""
+        tracked = self._by_id[core_id]
+        self._leave(tracked)
+        tracked.loading = True
+        tracked.held_blocks = tracked.state.blocks = held_blocks
+        self.loading.add(core_id)
+
+    def loaded(self, core_id: str, *, computed: int, held_blocks: int) -> None:
+        """The connector is done with it, and so many positions are in its blocks; it waits at its place."""
+        tracked = self._by_id[core_id]
+        self.loading.remove(core_id)
+        tracked.loading = False
+        tracked.held_blocks = tracked.state.blocks = held_blocks
+        tracked.state.computed = computed
         self._wait(tracked)
 
     def remove(self, core_id: str) -> Tracked:
         """It is live no more, wherever it stood."""
         tracked = self._by_id.pop(core_id)
         del self._by_state[tracked.state]
-        if not tracked.parked:
-            self._leave(tracked)
+        self.loading.discard(core_id)
+        self._leave(tracked)
         return tracked
 
     # --- what becomes of it ---
@@ -238,7 +270,8 @@ class Ledger:
     def _wait(self, tracked: Tracked) -> None:
         tracked.state.running = False
         tracked.state.yields = 0
-        self._join(self.waiting, tracked)
+        if not tracked.aside:
+            self._join(self.waiting, tracked)
 
     def _join(self, line: Line, tracked: Tracked) -> None:
         state = tracked.state
@@ -247,4 +280,5 @@ class Ledger:
 
     def _leave(self, tracked: Tracked) -> None:
         state = tracked.state
-        (self.running if state.running else self.waiting).remove(state, state.blocks)
+        if not tracked.aside:
+            (self.running if state.running else self.waiting).remove(state, state.blocks)

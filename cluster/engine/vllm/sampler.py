@@ -1,24 +1,32 @@
 """Our draw inside vLLM's sampler.
 
-Owns: the logits processor that draws each token as the embedded engine does, with the very same code. Imports torch,
-cluster.engine.torch.sampling and vLLM's internals. Invariant: a token depends on the row's logits, the request and its
-output so far alone: not on the batch, the attempt or any generator.
+Owns: the logits processor that draws each token as the embedded engine does, with the very same code, and says of which
+rows none can be drawn. Imports torch, cluster.engine.torch.sampling and vLLM's internals. Invariants: a token depends on
+the row's logits, the request and its output so far alone: not on the batch, the attempt or any generator; nothing here
+waits for the device, and nothing is done on it row by row.
 
 Every request is greedy to vLLM. A row that is to be drawn by chance, or whose logits are changed (bias, bans, penalties),
-is drawn here, and all but the drawn token is then ruled out; vLLM's greedy choice can only take that one. So output of
-earlier attempts, which to vLLM is prompt, counts as output, and a seed draws the same after a resume.
+is drawn here, and the drawn token's logit is then raised above all; vLLM's greedy choice can only take that one. So output
+of earlier attempts, which to vLLM is prompt, counts as output, and a seed draws the same after a resume.
 """
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cluster.engine.draws import Draws, has_penalties
-from cluster.engine.torch.sampling import draw
-from cluster.engine.vllm.internals import LogitsProcessor, SamplingParams, process_dict_updates
+from cluster.engine.torch.by_chance import on_device
+from cluster.engine.torch.sampling import draw_overwriting
+from cluster.engine.vllm.internals import (
+    LogitsProcessor,
+    SamplingParams,
+    process_dict_updates,
+    replace_count_of_nans,
+)
 from cluster.engine.vllm.wire import NOTE_KEY, RequestNote, decode_request
 
 
@@ -29,7 +37,7 @@ class Drawn:
 
     def __init__(self, note: RequestNote, prompt_ids: list[int], output_ids: list[int]) -> None:
         own, emitted = prompt_ids[: note.prompt_tokens], prompt_ids[note.prompt_tokens :]
-        self._draws = Draws(note.sampling, note.choice, own, note.eos)
+        self._draws = Draws(note.sampling, note.choice, array("q", own), note.eos)
         self._output_ids = output_ids
         self._taken = 0
         for token_id in emitted:
@@ -51,6 +59,9 @@ class DrawProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: object, is_pin_memory: bool) -> None:  # noqa: ARG002
         self._rows: dict[int, Drawn] = {}
+        self._without_token: Tensor | None = None
+        """[rows] of the last step: 1 where no token can be drawn because the logits are no numbers."""
+        replace_count_of_nans(self._take_without_token)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -64,17 +75,25 @@ class DrawProcessor(LogitsProcessor):
 
     def apply(self, logits: Tensor) -> Tensor:
         """`logits` [rows, vocabulary] in float32, changed in place."""
-        if not self._rows:
-            return logits
         places = sorted(self._rows)
-        specs = [self._rows[place].draws().spec() for place in places]
-        index = torch.tensor(places, device=logits.device)
-        token_ids = draw(logits[index], specs)
-        for place, token_id in zip(places, token_ids, strict=True):
-            if token_id is not None:
-                logits[place] = -torch.inf
-                logits[place, token_id] = 0.0
+        if len(places) < logits.shape[0]:
+            is_number = logits.amax(dim=-1).isfinite()
+        else:
+            is_number = torch.empty(len(places), dtype=torch.bool, device=logits.device)
+        if places:
+            specs = [self._rows[place].draws().spec() for place in places]
+            index = on_device(torch.tensor(places), logits)
+            token_ids = draw_overwriting(logits if len(places) == logits.shape[0] else logits[index], specs)
+            is_number[index] = token_ids >= 0
+            logits[index, token_ids.clamp(min=0)] = torch.inf
+        self._without_token = is_number.logical_not().int()
         return logits
+
+    def _take_without_token(self, logits: Tensor) -> Tensor:  # noqa: ARG002
+        """In place of vLLM's own count of each row's NaNs, which is dearer and does not know of infinities and bans."""
+        without_token, self._without_token = self._without_token, None
+        assert without_token is not None, "vLLM asks once after each call of `apply`"
+        return without_token
 
 
 def _drawn(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> Drawn | None:

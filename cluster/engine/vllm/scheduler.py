@@ -7,34 +7,37 @@ a live request of the core: it is paused with its blocks, or recomputed from its
 How. vLLM's `schedule` runs its `running` list in order and takes newcomers from its `waiting` queue. So before each of its
 steps the list is set to those that the plan runs, decodes first, and the queue offers those alone whom the plan admits.
 A paused request is one that is in neither: vLLM then lets it keep its blocks, and its worker puts it back into the batch
-when it is scheduled again.
+when it is scheduled again. So does a frozen one. One whose blocks a KV connector fills is in neither too: when that is
+done it waits, and is admitted by a plan as a paused one is.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from cluster.config import EngineConfig
 from cluster.engine.scheduling.giving import Shared
 from cluster.engine.scheduling.plan import Preemption, StepPlan
-from cluster.engine.scheduling.sequence import SequenceState
+from cluster.engine.vllm.connector import all_but_the_last, handed_over, lost_blocks
 from cluster.engine.vllm.internals import (
     AsyncScheduler,
     EngineCore,
     EngineCoreOutput,
     EngineCoreOutputs,
-    RequestQueue,
     RequestStatus,
 )
 from cluster.engine.vllm.ledger import Ledger, Tracked
-from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, RequestNote, StepNote, decode_request, encode
-from cluster.types import EngineLoad, Preempted, PreemptionMeans
+from cluster.engine.vllm.orphan import end_with_parent
+from cluster.engine.vllm.queues import Loading, Offered
+from cluster.engine.vllm.spoilt import SpoiltBlocks
+from cluster.engine.vllm.telling import Telling
+from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, RequestNote, decode_request, encode_handle
+from cluster.types import PreemptionMeans
 
 if TYPE_CHECKING:
-    from cluster.engine.vllm.internals import CoreRequest, SchedulerOutput
+    from cluster.engine.vllm.internals import CoreRequest, ModelRunnerOutput, SchedulerOutput
 
 _ENDED_BY_ITSELF = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -44,38 +47,57 @@ class ForebayScheduler(AsyncScheduler):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        if len(self.kv_cache_config.kv_cache_groups) != 1 or self.connector is not None:
-            raise ValueError("Forebay schedules models with one kind of attention and no KV connector")
-        self._config = EngineConfig.model_validate(self.vllm_config.additional_config[NOTE_KEY])
-        self._ledger = Ledger(self._config)
-        self._offered = Offered(self, self._ledger)
+        end_with_parent()
+        if len(self.kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError("Forebay schedules models with one kind of attention")
+        config = EngineConfig.model_validate(self.vllm_config.additional_config[NOTE_KEY])
+        blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # one of them is vLLM's own
+        if blocks * config.block_size_tokens < config.max_model_len:
+            raise ValueError(
+                f"the pool's {blocks} blocks of {config.block_size_tokens} tokens do not hold one request of max_model_len "
+                f"({config.max_model_len}): raise gpu_memory_utilization or blocks, or lower max_model_len"
+            )
+        self._ledger = Ledger(config.model_copy(update={"blocks": blocks}))
+        self._telling = Telling(
+            self._ledger,
+            slots_total=config.slots,
+            blocks_total=blocks,
+            block_size_tokens=config.block_size_tokens,
+        )
+        self._offered = Offered(self._ledger, self.requests.__getitem__)
         self.waiting = self._offered
+        self.kv_holding_waiting = Loading(self._ledger, self.requests.__getitem__)
+        if self.connector is not None:
+            self.connector.get_num_new_matched_tokens = all_but_the_last(self.connector.get_num_new_matched_tokens)
+        self._spoilt = SpoiltBlocks(self.kv_cache_manager)
         self._victims: dict[str, Preemption] = {}
         """Whom the plan that is being carried out recomputes."""
         self._unsettled: set[str] = set()
         """Recomputed ones with output of an earlier step still on its way."""
-        self._preempted: list[Preempted] = []
-        """Since the last note."""
-        self._count = Counters()
+        self._freezing: set[str] = set()
+        """Frozen ones of which something is still on its way."""
+        self._kv_transfer_params: Mapping[str, object] | None = None
+        """What the KV connector said of the last request that ended."""
         self._looked = False
         """The ledger knows what all steps so far did."""
 
     # --- vLLM calls these ---
 
     def add_request(self, request: CoreRequest) -> None:
-        self._count.adds += 1
-        self._ledger.add(request.request_id, _note_of(request))
+        note = _note_of(request)
+        self._telling.adds += not note.moved
+        self._ledger.add(request.request_id, note)
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         ledger = self._ledger
         self._look()
-        if ledger.settled(self.kv_cache_manager.block_pool.get_num_free_blocks()):
+        pool_blocks_free = self._pool_blocks_free()
+        if ledger.settled(pool_blocks_free):
             held_back: list[CoreRequest] = []
             self.running = [self.requests[t.core_id] for t in ledger.run_order()]
         else:
-            plan = ledger.plan(self.kv_cache_manager.block_pool.get_num_free_blocks(), self._cached, self._shared)
-            held_back = self._carry_out(plan)
+            held_back = self._carry_out(ledger.plan(pool_blocks_free, self._cached, self._shared))
         offered = tuple(self._offered.offered)
         output = super().schedule(throttle_prefills)
         self._looked = False
@@ -85,14 +107,21 @@ class ForebayScheduler(AsyncScheduler):
         return output
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: object
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self._spoilt.note(model_runner_output.num_nans_in_logits, self.requests)
+        aside = self._look_at_all() if lost_blocks(model_runner_output) else ()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._looked = False
-        if not scheduler_output.num_scheduled_tokens:
-            return outputs  # a turn that only tells the worker who has ended
-        self._count.steps += 1
-        self._count.tokens += sum(len(o.new_token_ids) for of_client in outputs.values() for o in of_client.outputs)
+        if aside:
+            self._set_aside_again(aside)
+        for core_id in tuple(self._freezing):
+            self._settle_frozen(core_id)
+        if scheduler_output.num_scheduled_tokens:
+            self._telling.steps += 1
+            self._telling.tokens += sum(len(o.new_token_ids) for of_one in outputs.values() for o in of_one.outputs)
+        elif not self._telling.is_due(self._pool_blocks_free(), time.monotonic()):
+            return outputs
         note = EngineCoreOutput(STEP_NOTE_ID, [], kv_transfer_params={NOTE_KEY: self.step_note()})
         if 0 in outputs:
             outputs[0].outputs.append(note)
@@ -100,20 +129,38 @@ class ForebayScheduler(AsyncScheduler):
             outputs[0] = EngineCoreOutputs(outputs=[note])
         return outputs
 
+    def _get_new_block_ids_to_zero(self) -> list[int] | None:
+        return self._spoilt.given_away()
+
+    def has_finished_requests(self) -> bool:
+        """Also while the KV connector still sends blocks of some."""
+        return bool(self.finished_req_ids) or len(self.requests) > len(self._ledger)
+
     def _preempt_request(self, request: CoreRequest, timestamp: float, drop_stale_output: bool = False) -> None:
         """Drop its blocks, for whatever reason; vLLM calls this too, where a running one finds no block."""
-        core_id, pool = request.request_id, self.kv_cache_manager.block_pool
+        core_id = request.request_id
         preemption = self._victims.pop(core_id, None)
         urgent = None if preemption is None else preemption.urgent
-        computed, free_before = request.num_computed_tokens, pool.get_num_free_blocks()
+        computed = request.num_computed_tokens
+        freed = sum(block.ref_cnt == 1 for block in self.kv_cache_manager.get_blocks(core_id).blocks[0])
         self._drop(request, timestamp, for_urgent=urgent is not None, drop_stale_output=drop_stale_output)
-        freed = pool.get_num_free_blocks() - free_before
-        self._tell(core_id, urgent, freed, computed, PreemptionMeans.RECOMPUTE)
+        self._telling.preempted(
+            self._ledger.get(core_id),
+            None if urgent is None else urgent.identity[0],
+            blocks_freed=freed,
+            tokens_to_recompute=computed,
+            means=PreemptionMeans.RECOMPUTE,
+        )
 
     def _drop(
         self, request: CoreRequest, timestamp: float, *, for_urgent: bool, drop_stale_output: bool = False
     ) -> None:
-        super()._preempt_request(request, timestamp, drop_stale_output)
+        if request.status is RequestStatus.RUNNING:
+            super()._preempt_request(request, timestamp, drop_stale_output)
+        else:  # its blocks came from a KV connector, and it has not run since
+            self._free_request_blocks(request)
+            self._inflight_prefills.discard(request)
+            request.num_computed_tokens = 0
         self._ledger.drop(request.request_id, request.num_tokens, for_urgent=for_urgent)
         if request.num_in_flight_tokens:
             self._unsettled.add(request.request_id)
@@ -121,9 +168,12 @@ class ForebayScheduler(AsyncScheduler):
     def _free_request(self, request: CoreRequest, delay_free_blocks: bool = False) -> tuple[object, object]:
         tracked = self._ledger.remove(request.request_id)
         self._unsettled.discard(request.request_id)
-        if request.status in _ENDED_BY_ITSELF:
+        self._freezing.discard(request.request_id)
+        if request.status in _ENDED_BY_ITSELF and not tracked.frozen:
             self._ledger.learn(tracked, tracked.note.emitted_tokens + request.num_output_tokens)
-        return super()._free_request(request, delay_free_blocks)
+        said = super()._free_request(request, delay_free_blocks)
+        self._kv_transfer_params = said[0]
+        return said
 
     # --- the adapter calls these, between two steps, through `EngineCore.forebay` ---
 
@@ -136,32 +186,60 @@ class ForebayScheduler(AsyncScheduler):
         self.finish_requests(core_id, RequestStatus.FINISHED_STOPPED)
         return self.step_note()
 
-    def call_park(self, core_id: str) -> bool:
-        """Take a request out of scheduling, without its blocks, until it is unparked. False if it is not there."""
-        if core_id not in self._ledger:
-            return False
-        request, tracked = self.requests[core_id], self._ledger.get(core_id)
-        if tracked.parked:
-            return True
-        if request.status is RequestStatus.RUNNING:
-            if request in self.running:
-                self.running.remove(request)
-            self._drop(request, time.monotonic(), for_urgent=False)
-        self._ledger.park(core_id)
-        return True
+    def call_freeze(self, core_id: str) -> bytes:
+        """Take a request out of scheduling. A note says so once nothing of it is on its way."""
+        if core_id in self._ledger:
+            self._freeze(core_id)
+            self._freezing.add(core_id)
+            self._settle_frozen(core_id)
+        return self.step_note()
 
-    def call_unpark(self, core_id: str) -> bool:
-        """Put a parked request back at its place."""
-        if core_id not in self._ledger or not self._ledger.get(core_id).parked:
-            return False
-        self._ledger.unpark(core_id)
-        return True
+    def call_thaw(self, core_id: str) -> bytes:
+        """Put a frozen or parked request back at its place."""
+        if core_id in self._ledger:
+            self._ledger.thaw(core_id)
+        return self.step_note()
+
+    def call_release(self, core_id: str) -> bytes:
+        """Forget a frozen request."""
+        self.finish_requests(core_id, RequestStatus.FINISHED_ABORTED)
+        return self.step_note()
+
+    def call_park(self, core_id: str) -> bytes:
+        """Freeze a request and take its blocks (but those that a KV connector is filling)."""
+        if core_id in self._ledger:
+            self._freeze(core_id)
+            tracked = self._ledger.get(core_id)
+            if tracked.held_blocks and not tracked.loading:
+                self._drop(self.requests[core_id], time.monotonic(), for_urgent=False)
+        return self.step_note()
 
     def call_places(self) -> dict[str, str]:
         """Where each request stands; for tests and diagnosis."""
-        places = {t.core_id: "running" for t in self._ledger.run_order()}
-        places |= {t.core_id: "paused" if t.state.blocks else "waiting" for t in self._ledger.wait_order()}
-        return {core_id: places.get(core_id, "parked") for core_id in self.requests}
+        return {tracked.core_id: tracked.place for tracked in self._ledger.all()}
+
+    # --- moves ---
+
+    def _freeze(self, core_id: str) -> None:
+        self._look()
+        request = self.requests[core_id]
+        if request in self.running:
+            self.running.remove(request)
+        self._ledger.freeze(core_id)
+
+    def _settle_frozen(self, core_id: str) -> None:
+        """Say so, if nothing of it is on its way any more; a KV connector gets it then."""
+        self._look()
+        request = self.requests[core_id]
+        if request.num_in_flight_tokens or self._ledger.get(core_id).loading:
+            return
+        self._freezing.remove(core_id)
+        kv_handle = b""
+        if self.connector is not None:
+            status = handed_over(self.connector, request, self.kv_cache_manager.get_blocks(core_id))
+            self.finish_requests(core_id, status)
+            kv_handle = encode_handle(self._kv_transfer_params)
+        self._telling.frozen(core_id, kv_handle)
 
     # --- a step ---
 
@@ -171,6 +249,11 @@ class ForebayScheduler(AsyncScheduler):
             return
         self._looked = True
         ledger, blocks_of = self._ledger, self.kv_cache_manager.get_blocks
+        for core_id in ledger.loading & self.finished_recving_kv_req_ids:
+            request = self.requests[core_id]
+            self._handle_blocked_waiting_request(request)
+            held_blocks = len(blocks_of(core_id).blocks[0])
+            ledger.loaded(core_id, computed=request.num_computed_tokens, held_blocks=held_blocks)
         for tracked in tuple(ledger.run_order()):
             request = self.requests[tracked.core_id]
             ledger.update(
@@ -191,15 +274,16 @@ class ForebayScheduler(AsyncScheduler):
         now_s = time.monotonic()
         if plan.blocked is not None and not plan.blocked.blocked_counted:
             plan.blocked.blocked_counted = True
-            self._count.urgent_blocked += 1
+            self._telling.urgent_blocked += 1
         for preemption in plan.preempted:
             self._preempt(preemption, now_s)
         offered: list[Tracked] = []
         for admission in plan.admitted:
             tracked = ledger.of(admission.sequence)
-            if not tracked.state.blocks:
+            request = self.requests[tracked.core_id]
+            if request.status is not RequestStatus.RUNNING:
                 offered.append(tracked)
-            elif not self.requests[tracked.core_id].num_in_flight_tokens:
+            elif not request.num_in_flight_tokens:  # it was paused or frozen
                 ledger.run(tracked.core_id, tracked.held_blocks)
         self._offered.offered.extend(self.requests[t.core_id] for t in offered)
         return self._set_running(plan, offered)
@@ -230,25 +314,58 @@ class ForebayScheduler(AsyncScheduler):
         request = self.requests[core_id]
         if preemption.means is PreemptionMeans.PAUSE:
             self._ledger.pause(core_id)
-            self._tell(core_id, preemption.urgent, 0, 0, PreemptionMeans.PAUSE)
+            assert preemption.urgent is not None
+            self._telling.preempted(
+                tracked,
+                preemption.urgent.identity[0],
+                blocks_freed=0,
+                tokens_to_recompute=0,
+                means=PreemptionMeans.PAUSE,
+            )
             return
         self._victims[core_id] = preemption
         self._preempt_request(request, now_s)
 
     def _settle(self, offered: Collection[CoreRequest], scheduled: dict[str, int]) -> None:
         """Note who came in, and what was run."""
-        ledger, count = self._ledger, self._count
+        ledger, telling = self._ledger, self._telling
         for request in offered:
+            core_id = request.request_id
             if request.status is RequestStatus.RUNNING:
-                ledger.run(request.request_id, len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0]))
-                count.prefix_hit_tokens += request.num_computed_tokens - scheduled[request.request_id]
+                ledger.run(core_id, len(self.kv_cache_manager.get_blocks(core_id).blocks[0]))
+                telling.prefix_hit_tokens += request.num_computed_tokens - scheduled[core_id]
+            elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                ledger.load(core_id, len(self.kv_cache_manager.get_blocks(core_id).blocks[0]))
         for core_id, tokens in scheduled.items():
             state = ledger.get(core_id).state
             state.yields = 0
             if tokens > 1 or state.computed < state.prompt_tokens:
-                count.prefill_tokens += tokens
+                telling.prefill_tokens += tokens
+
+    def _look_at_all(self) -> tuple[CoreRequest, ...]:
+        """vLLM looks for requests that counted on lost blocks among those that run. So may a paused or frozen one."""
+        running = {request.request_id for request in self.running}
+        aside = tuple(
+            request
+            for request in (self.requests[tracked.core_id] for tracked in self._ledger.all())
+            if request.status is RequestStatus.RUNNING and request.request_id not in running
+        )
+        self.running.extend(aside)
+        return aside
+
+    def _set_aside_again(self, aside: Collection[CoreRequest]) -> None:
+        names = {request.request_id for request in aside}
+        self.running = [request for request in self.running if request.request_id not in names]
+        for request in aside:
+            if request.request_id in self._ledger:
+                self._ledger.get(request.request_id).state.computed = request.num_computed_tokens
 
     # --- blocks ---
+
+    def _pool_blocks_free(self) -> int:
+        """Also those that are free as soon as a step has ended that may still write to them."""
+        soon = sum(block.ref_cnt == 1 for _, blocks in self.deferred_frees for block in blocks)
+        return self.kv_cache_manager.block_pool.get_num_free_blocks() + soon
 
     def _cached(self, core_id: str) -> tuple[int, int]:
         blocks, _, _ = self.kv_cache_manager.get_computed_blocks(self.requests[core_id])
@@ -259,95 +376,9 @@ class ForebayScheduler(AsyncScheduler):
         blocks = self.kv_cache_manager.get_blocks(core_id).blocks[0]
         return [(block.block_id, block.ref_cnt) for block in blocks if block.ref_cnt > 1]
 
-    # --- what is told ---
-
     def step_note(self) -> bytes:
         self._look()
-        preempted, self._preempted = tuple(self._preempted), []
-        return encode(StepNote(load=self._load(), preempted=preempted))
-
-    def _tell(
-        self,
-        core_id: str,
-        urgent: SequenceState | None,
-        blocks_freed: int,
-        tokens_to_recompute: int,
-        means: PreemptionMeans,
-    ) -> None:
-        request_id, attempt = self._ledger.get(core_id).state.identity
-        for_request_id = None if urgent is None else urgent.identity[0]
-        self._preempted.append(Preempted(request_id, attempt, for_request_id, blocks_freed, tokens_to_recompute, means))
-        self._count.preemptions += 1
-
-    def _load(self) -> EngineLoad:
-        ledger, count, pool = self._ledger, self._count, self.kv_cache_manager.block_pool
-        return EngineLoad(
-            slots_total=self._config.slots,
-            blocks_total=pool.num_gpu_blocks - 1,
-            blocks_free=max(0, pool.get_num_free_blocks() - ledger.promised_blocks()),
-            block_size_tokens=self._config.block_size_tokens,
-            running=ledger.running.loads(),
-            waiting=ledger.waiting.loads(),
-            adds_total=count.adds,
-            steps_total=count.steps,
-            tokens_total=count.tokens,
-            preemptions_total=count.preemptions,
-            urgent_blocked_total=count.urgent_blocked,
-            prefix_hit_tokens_total=count.prefix_hit_tokens,
-            prefill_tokens_total=count.prefill_tokens,
-        )
-
-
-class Counters:
-    """They only rise."""
-
-    __slots__ = ("adds", "preemptions", "prefill_tokens", "prefix_hit_tokens", "steps", "tokens", "urgent_blocked")
-
-    def __init__(self) -> None:
-        self.adds = self.steps = self.tokens = self.preemptions = 0
-        self.urgent_blocked = self.prefill_tokens = self.prefix_hit_tokens = 0
-
-
-class Offered(RequestQueue):
-    """vLLM's waiting queue: as long as all that wait in the ledger, it offers those that the plan admits.
-
-    Who joins, leaves and comes back is the ledger's affair, so that what vLLM puts in or takes out changes nothing.
-    """
-
-    def __init__(self, scheduler: ForebayScheduler, ledger: Ledger) -> None:
-        self.offered: deque[CoreRequest] = deque()
-        self._scheduler = scheduler
-        self._ledger = ledger
-
-    def add_request(self, request: CoreRequest) -> None:
-        pass
-
-    def prepend_request(self, request: CoreRequest) -> None:
-        pass
-
-    def prepend_requests(self, requests: Iterable[CoreRequest]) -> None:
-        pass
-
-    def remove_request(self, request: CoreRequest) -> None:
-        pass
-
-    def remove_requests(self, requests: Iterable[CoreRequest]) -> None:
-        pass
-
-    def peek_request(self) -> CoreRequest:
-        return self.offered[0]
-
-    def pop_request(self) -> CoreRequest:
-        return self.offered.popleft()
-
-    def __bool__(self) -> bool:
-        return bool(self.offered)
-
-    def __len__(self) -> int:
-        return len(self._ledger.waiting)
-
-    def __iter__(self) -> Iterator[CoreRequest]:
-        return (self._scheduler.requests[t.core_id] for t in self._ledger.wait_order())
+        return self._telling.note(self._pool_blocks_free(), time.monotonic())
 
 
 def _note_of(request: CoreRequest) -> RequestNote:

@@ -6,6 +6,7 @@ nothing and keeps nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cluster.engine.vllm.internals import EngineCoreRequest, SamplingParams
@@ -17,10 +18,26 @@ if TYPE_CHECKING:
     from cluster.engine.vllm.internals import EngineCoreOutput
 
 
-def core_request(request: Request, attempt: int, eos: tuple[int, ...]) -> EngineCoreRequest:
-    """To vLLM all is prompt that the request has so far, and every request is greedy (see sampler.py)."""
+def core_request(
+    request: Request,
+    attempt: int,
+    eos: tuple[int, ...],
+    *,
+    name: str = "",
+    moved: bool = False,
+    kv_transfer_params: Mapping[str, object] | None = None,
+) -> EngineCoreRequest:
+    """To vLLM all is prompt that the request has so far, and every request is greedy (see sampler.py).
+
+    Args:
+        name: Its core id, where that is not the first one.
+        kv_transfer_params: For the KV connector.
+    """
     s = request.sampling
-    note = RequestNote.of(request, attempt, eos)
+    note = RequestNote.of(request, attempt, eos, moved=moved)
+    extra: dict[str, object] = {NOTE_KEY: encode(note)}
+    if kv_transfer_params is not None:
+        extra["kv_transfer_params"] = dict(kv_transfer_params)
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=max(1, s.max_tokens - len(request.emitted_ids)),
@@ -30,10 +47,10 @@ def core_request(request: Request, attempt: int, eos: tuple[int, ...]) -> Engine
         prompt_logprobs=None if request.emitted_ids else s.prompt_logprobs,
         detokenize=False,
         skip_clone=True,
-        extra_args={NOTE_KEY: encode(note)},
+        extra_args=extra,
     )
     return EngineCoreRequest(
-        request_id=core_id(request.request_id, attempt),
+        request_id=name or core_id(request.request_id, attempt),
         prompt_token_ids=[*request.prompt_ids, *request.emitted_ids],
         mm_features=None,
         sampling_params=sampling,
@@ -48,6 +65,8 @@ def core_request(request: Request, attempt: int, eos: tuple[int, ...]) -> Engine
 
 def row_output(output: EngineCoreOutput, place: int, logprobs: int | None) -> RowOutput:
     """Of the token at `place` of an output; `logprobs` is what the request asked for."""
+    if output.num_nans_in_logits:
+        return RowOutput()
     token_id = output.new_token_ids[place]
     if logprobs is None or output.new_logprobs is None:
         return RowOutput(token_id)

@@ -23,7 +23,10 @@ def check_version() -> None:
     """
     found = installed()
     if found is None:
-        raise VllmVersionError(f"engine vllm needs vLLM {VLLM_VERSION}, which is not installed")
+        raise VllmVersionError(
+            f"engine vllm needs vLLM {VLLM_VERSION}, which is not installed here: `pip install vllm=={VLLM_VERSION}` on a "
+            "machine with GPUs; on one without, `make serve-vllm` has an environment with it"
+        )
     if found.split("+")[0] != VLLM_VERSION:
         raise VllmVersionError(
             f"engine vllm was written for vLLM {VLLM_VERSION} and uses interfaces of it that are not public; "

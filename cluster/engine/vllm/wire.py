@@ -7,6 +7,8 @@ cluster.types, never vllm. Invariant: encoding is msgpack; nothing here is pickl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from cluster.types import EngineLoad, Preempted, Request, RequestId, Sampling, Value
@@ -34,9 +36,11 @@ class RequestNote(Value, frozen=True):
     eos: tuple[int, ...]
     """The tokens that end it; none where it ignores them."""
     sampling: Sampling
+    moved: bool = False
+    """It came by a move, or is back from one that was called off: it goes before new work, and no add brought it."""
 
     @classmethod
-    def of(cls, request: Request, attempt: int, eos: tuple[int, ...]) -> RequestNote:
+    def of(cls, request: Request, attempt: int, eos: tuple[int, ...], *, moved: bool = False) -> RequestNote:
         return cls(
             request_id=request.request_id,
             attempt=attempt,
@@ -50,24 +54,29 @@ class RequestNote(Value, frozen=True):
             stated_output_tokens=request.stated_output_tokens,
             eos=() if request.sampling.ignore_eos else eos,
             sampling=request.sampling,
+            moved=moved,
         )
 
 
 class StepNote(Value, frozen=True):
-    """What changed in the core: its load now, and whom it preempted since the last note."""
+    """What changed in the core: its load now, and what happened since the last note."""
 
     load: EngineLoad
     preempted: tuple[Preempted, ...] = ()
+    frozen: tuple[tuple[str, bytes], ...] = ()
+    """Core ids of those of which nothing is on its way any more, each with its KV connector's handle, if it has one."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(RequestNote)
 _step_decoder = msgspec.msgpack.Decoder(StepNote)
+_handle_decoder = msgspec.msgpack.Decoder(dict[str, object])
 
 
-def core_id(request_id: RequestId, attempt: int) -> str:
-    """What an attempt is called in vLLM."""
-    return f"{attempt}#{request_id}"
+def core_id(request_id: RequestId, attempt: int, life: int = 0) -> str:
+    """What an attempt is called in vLLM. One that has left the core and comes back has another `life`, as vLLM may still
+    know the one before."""
+    return f"{attempt}.{life}#{request_id}" if life else f"{attempt}#{request_id}"
 
 
 def encode(note: RequestNote | StepNote) -> bytes:
@@ -80,3 +89,16 @@ def decode_request(data: bytes) -> RequestNote:
 
 def decode_step(data: bytes) -> StepNote:
     return _step_decoder.decode(data)
+
+
+def encode_handle(kv_transfer_params: Mapping[str, object] | None) -> bytes:
+    """A KV connector's parameters as `EngineState.kv_handle`."""
+    return _encoder.encode(kv_transfer_params) if kv_transfer_params else b""
+
+
+def decode_handle(kv_handle: bytes) -> dict[str, object] | None:
+    """
+    Raises:
+        msgspec.MsgspecError: these are no such bytes.
+    """
+    return _handle_decoder.decode(kv_handle) if kv_handle else None
