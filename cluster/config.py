@@ -92,9 +92,6 @@ class EngineConfig(Config):
     longest_wait_s: PositiveFloat = Field(
         60.0, description="Under sjf and srpt nobody goes before a request that arrived so much earlier."
     )
-    srpt_margin_tokens: float = Field(
-        16.0, ge=0, description="Under srpt only who needs so many fewer tokens pushes out; spares needless swapping."
-    )
     max_overtakes: NonNegativeInt = Field(
         16,
         description="Smaller requests of its own urgency that may pass one that is too large for the free blocks; then "
@@ -108,6 +105,12 @@ class EngineConfig(Config):
         default_factory=lambda known: 32 if known.get("kind") is EngineKind.VLLM else 16,
         description="Tokens per KV block; smaller wastes less, larger gathers faster. Default 16, with kind vllm 32: on "
         "CPUs that has multiples of 32 only.",
+    )
+    srpt_margin_tokens: float = Field(
+        default_factory=lambda known: float(known.get("block_size_tokens", 0)),
+        ge=0,
+        description="Under srpt only who needs so many fewer tokens pushes out. Default: a block's, since what is "
+        "expected of a running request is as old as the block that it fills; with less, equals push each other out.",
     )
     blocks: PositiveInt = Field(1024, description="KV blocks of the pool; blocks x block_size_tokens tokens in all.")
     max_model_len: int = Field(2048, ge=2, description="Longest prompt + output in tokens, one of each at least.")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 
 from cluster.ports import Row, RowOutput, SampleSpec
 from cluster.types import TokenLogprob
@@ -26,20 +25,8 @@ def extended(state: bytes, token_id: int) -> bytes:
     return hashlib.blake2b(state + struct.pack("<i", token_id), digest_size=POSITION_BYTES).digest()
 
 
-def after(token_ids: Iterable[int]) -> bytes:
-    """What the last position of these tokens holds."""
-    state = b""
-    for token_id in token_ids:
-        state = extended(state, token_id)
-    return state
-
-
-def digest_of(token_ids: Iterable[int]) -> bytes:
-    """What the token after these is drawn from: a hash of what all their positions hold."""
-    return _digest(accumulate(token_ids, extended, initial=b""))
-
-
-def _digest(states: Iterable[bytes]) -> bytes:
+def digest(states: Iterable[bytes]) -> bytes:
+    """What the next token is drawn from: a hash of what all positions before it hold."""
     return hashlib.blake2b(b"".join(states), digest_size=POSITION_BYTES).digest()
 
 
@@ -149,5 +136,5 @@ class ArithmeticBackend:
         return RowOutput(drawn.token_id, drawn.logprob, scores)
 
     def _digest(self, row: Row) -> bytes:
-        """`digest_of` the sequence, each position read through the block table."""
-        return _digest(self._at(row, position) for position in range(row.start + len(row.token_ids)))
+        """Of the sequence, each position read through the block table."""
+        return digest(self._at(row, position) for position in range(row.start + len(row.token_ids)))

@@ -1,16 +1,18 @@
 """What tests of the engine share: a tokenizer, requests, and a reference that knows no engine.
 
 `undisturbed` computes a request's whole output in a plain loop over a list: no blocks, no batches, no preemption, and
-its text with the tokenizer's own `decode`.
+its text with the tokenizer's own `decode`. What the next token is, a `PlainModel` says.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
+from typing import Protocol
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,9 +21,9 @@ from cluster.config import EngineConfig
 from cluster.engine.chance import uniform
 from cluster.engine.engine import Engine
 from cluster.engine.text import TextCodec
-from cluster.ports import Penalties, SampleSpec, StepResult
+from cluster.ports import Penalties, RowOutput, SampleSpec, StepResult
 from cluster.types import FinishReason, Request, RequestId, Sampling, TokenDelta, TokenLogprob
-from tests.conformance.arithmetic_backend import ArithmeticBackend, after, digest_of, draw, logprob
+from tests.conformance.arithmetic_backend import ArithmeticBackend, digest, draw, extended, logprob
 
 CORPUS = (
     "the basin above a power station holds the water back and meters it to the turbines",
@@ -131,6 +133,8 @@ class Output:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """Of the text, one per token."""
     finish: FinishReason | None = None
     ends: int = 0
     first_token_step: int | None = None
@@ -138,6 +142,8 @@ class Output:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """Of the first delta; None before it."""
     error: str = ""
+    undecided: bool = False
+    """What would follow the tokens is not known (see `UndecidedError`)."""
 
     def take(self, delta: TokenDelta, step: int = 0, *, first_index: int = 0) -> None:
         assert delta.index == first_index + len(self.token_ids), "tokens lost or doubled"
@@ -151,6 +157,7 @@ class Output:
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         assert len(self.logprobs) in (0, len(self.token_ids)), "one logprob per token, or none"
+        self.pieces.extend(delta.pieces)
         self.text += "".join(delta.pieces)
         if delta.finish is not None:
             self.ends += 1
@@ -205,33 +212,97 @@ def gather(
         output.take(delta, step, first_index=(first or {}).get(delta.request_id, 0))
 
 
-def undisturbed(r: Request, *, max_model_len: int) -> Output:
-    """The output of a request alone on the arithmetic backend, by a plain loop."""
+class UndecidedError(Exception):
+    """Two candidates for the next token are closer than rounding: a model cannot say which an engine will take."""
+
+
+class PlainModel(Protocol):
+    """What gives the next token, and knows neither requests nor engines."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def eos(self) -> int:
+        """The token that ends a request."""
+        ...
+
+    def draw(self, token_ids: Sequence[int], sample: SampleSpec) -> RowOutput:
+        """The token after these.
+
+        Raises:
+            UndecidedError: it depends on rounding.
+        """
+        ...
+
+    def scores(self, token_ids: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+        """How likely each but the first was after those before it."""
+        ...
+
+
+class ArithmeticModel:
+    """What `ArithmeticBackend` computes, without a store."""
+
+    eos = EOS
+
+    def __init__(self) -> None:
+        self.tokenizer = byte_level_tokenizer()
+        self._last: tuple[list[int], list[bytes]] = ([], [b""])
+        """Tokens, and what is held before and at each of them."""
+
+    def draw(self, token_ids: Sequence[int], sample: SampleSpec) -> RowOutput:
+        return draw(digest(self._states(token_ids)), sample, vocab_size())
+
+    def scores(self, token_ids: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+        states = self._states(token_ids)
+        return tuple(logprob(states[k], token_ids[k], vocab_size(), top) for k in range(1, len(token_ids)))
+
+    def _states(self, token_ids: Sequence[int]) -> list[bytes]:
+        known, states = self._last
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, token_ids, strict=False)))
+        states = states[: same + 1]
+        for token_id in token_ids[same:]:
+            states.append(extended(states[-1], token_id))
+        self._last = (list(token_ids), states)
+        return states
+
+
+@cache
+def arithmetic_model() -> ArithmeticModel:
+    return ArithmeticModel()
+
+
+def undisturbed(r: Request, *, max_model_len: int, model: PlainModel | None = None) -> Output:
+    """The output of a request alone, by a plain loop; on the arithmetic model where none is given. Of one that is
+    `undecided` somewhere, what comes before."""
+    model = model or arithmetic_model()
     s = r.sampling
     prompt, out = list(r.prompt_ids), Output(finish=FinishReason.LENGTH, ends=1, prompt_logprobs=())
     if s.prompt_logprobs is not None:
-        out.prompt_logprobs = tuple(
-            logprob(after(prompt[:k]), prompt[k], vocab_size(), s.prompt_logprobs) for k in range(1, len(prompt))
-        )
+        out.prompt_logprobs = model.scores(prompt, s.prompt_logprobs)
     while len(out.token_ids) < s.max_tokens and len(prompt) + len(out.token_ids) < max_model_len:
-        drawn = draw(digest_of(prompt + out.token_ids), _specification(r, out.token_ids), vocab_size())
+        try:
+            drawn = model.draw(prompt + out.token_ids, _specification(r, out.token_ids, model.eos))
+        except UndecidedError:
+            out.undecided = True
+            break
         assert drawn.token_id is not None
         out.token_ids.append(drawn.token_id)
         if drawn.logprob is not None:
             out.logprobs.append(drawn.logprob)
-        if drawn.token_id == EOS and not s.ignore_eos:
+        if drawn.token_id == model.eos and not s.ignore_eos:
             out.finish = FinishReason.STOP
             break
-        if s.stop and _cut(out.token_ids, s) is not None:
+        if s.stop and _cut(out.token_ids, s, model.tokenizer) is not None:
             out.finish = FinishReason.STOP
             break
-    text = decoded(out.token_ids)
-    cut = _cut(out.token_ids, s)
+    text = decoded(out.token_ids, model.tokenizer)
+    cut = _cut(out.token_ids, s, model.tokenizer)
     out.text = text if cut is None else cut
     return out
 
 
-def _specification(r: Request, output: list[int]) -> SampleSpec:
+def _specification(r: Request, output: list[int], eos: int) -> SampleSpec:
     """How the next token after `output` is drawn, as `Sampling` says it."""
     s = r.sampling
     penalized = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0.0, 0.0, 1.0)
@@ -242,7 +313,7 @@ def _specification(r: Request, output: list[int]) -> SampleSpec:
         uniform=uniform(s.seed, r.choice, len(output)) if s.temperature > 0 else 0.0,
         min_p=s.min_p,
         bias=s.logit_bias,
-        banned=(EOS,) if len(output) < s.min_tokens and not s.ignore_eos else (),
+        banned=(eos,) if len(output) < s.min_tokens and not s.ignore_eos else (),
         penalties=Penalties(
             s.presence_penalty, s.frequency_penalty, s.repetition_penalty, Counter(output), r.prompt_ids
         )
@@ -252,14 +323,15 @@ def _specification(r: Request, output: list[int]) -> SampleSpec:
     )
 
 
-def _cut(output: list[int], s: Sampling) -> str | None:
+def _cut(output: list[int], s: Sampling, tokenizer: Tokenizer) -> str | None:
     """The text before a stop string, or None; what the first `min_tokens` tokens complete is none."""
-    return cut_at_stop(decoded(output), s.stop, first_end=len(decoded(output[: s.min_tokens])) + 1)
+    first_end = len(decoded(output[: s.min_tokens], tokenizer)) + 1
+    return cut_at_stop(decoded(output, tokenizer), s.stop, first_end)
 
 
-def decoded(token_ids: Iterable[int]) -> str:
+def decoded(token_ids: Iterable[int], tokenizer: Tokenizer | None = None) -> str:
     """The tokenizer's own text, less the replacement characters of a last character that is not yet complete."""
-    tokenizer = byte_level_tokenizer()
+    tokenizer = tokenizer or byte_level_tokenizer()
     ids = list(token_ids)
     raw = b"".join(_bytes_of(tokenizer, i) for i in ids)
     whole: str = tokenizer.decode(ids, skip_special_tokens=True)
@@ -280,7 +352,8 @@ def cut_at_stop(text: str, stop: tuple[str, ...], first_end: int = 1) -> str | N
 
 def _bytes_of(tokenizer: Tokenizer, token_id: int) -> bytes:
     token = tokenizer.id_to_token(token_id)
-    if token is None or token in ("<|end|>", "<|start|>"):
+    added = tokenizer.get_added_tokens_decoder().get(token_id)
+    if token is None or (added is not None and added.special):
         return b""
     marks = {v: k for k, v in _byte_marks().items()}
     return bytes(marks[c] for c in token) if all(c in marks for c in token) else token.encode()

@@ -111,3 +111,17 @@ def test_when_it_is_closed_every_call_fails_rather_than_waits() -> None:
     with pytest.raises(EngineStoppedError):
         box.ask((name(0), 0), "freeze").result(0)
     assert cancelled.cancelled()
+
+
+def test_a_call_behind_what_ended_the_engine_fails_rather_than_waits() -> None:
+    """Both were taken; the engine ended with the first."""
+    box = Box()
+    made, left = (box.ask((name(n), 0), "freeze") for n in range(2))
+    taken = box.take()
+    taken.commands.popleft()
+    later = box.ask((name(2), 0), "freeze")
+    box.close("the first was too much")
+    for answer in (left, later):
+        with pytest.raises(EngineStoppedError, match="the first was too much"):
+            answer.result(0)
+    assert not made.done(), "it is settled by whoever took it out"
