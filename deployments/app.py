@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray import serve
 from ray.serve import Application, Deployment
 
 from deployments.controller import Controller
+from deployments.engines import gpu_options
 from deployments.replica import Replica
 from deployments.router import Router
 from deployments.settings import Instance
@@ -19,14 +22,15 @@ def build(instance: Instance) -> Application:
     Ray's CPU bookkeeping is left out (`num_cpus: 0`): on one machine the processes share its cores, and on a GPU node
     the GPU is what is scheduled.
     """
+    profile = instance.profile
     fields = instance.model_dump(mode="json")
-    grace_s = instance.profile.health.drain_timeout_s
+    grace_s = profile.health.drain_timeout_s
 
-    def deployment(target: type, count: int) -> Deployment:
+    def deployment(target: type, count: int, **resources: Any) -> Deployment:
         return serve.deployment(
             name=target.__name__,
             num_replicas=count,
-            ray_actor_options={"num_cpus": 0},
+            ray_actor_options={"num_cpus": 0, **resources},
             # One that cannot be constructed (a model that does not load) will not be at the third try either.
             max_constructor_retry_count=1,
             health_check_period_s=1,
@@ -36,5 +40,5 @@ def build(instance: Instance) -> Application:
         )(target)
 
     controller = deployment(Controller, 1).bind(fields)
-    replicas = deployment(Replica, instance.profile.replicas).bind(fields, controller)
+    replicas = deployment(Replica, profile.replicas, **gpu_options(profile)).bind(fields, controller)
     return deployment(Router, 1).bind(fields, controller, replicas)

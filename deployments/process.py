@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 from typing import Any
@@ -25,6 +26,13 @@ def configure_logging(instance: Instance) -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         logger.addHandler(handler)
+
+
+def settle() -> None:
+    """Once all is loaded: what lives now lives as long as the process, and Ray's and the model's hundreds of thousands of
+    objects need not be looked through for what can be freed, again and again, while streams wait."""
+    gc.collect()
+    gc.freeze()
 
 
 def listen_host(instance: Instance) -> str:

@@ -13,6 +13,7 @@ from cluster.clock import SystemClock
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort
 from cluster.types import ReplicaId
+from deployments.engines import build_engine
 from deployments.process import configure_logging, controller_finder, listen_host
 from deployments.replica_process import ReplicaProcess
 from deployments.settings import Instance
@@ -28,10 +29,7 @@ class Replica:
         configure_logging(instance)
 
         def load(model: ModelFolder) -> EnginePort:
-            from cluster.engine.torch.build import build_embedded_engine, prepare_process
-
-            prepare_process()
-            return build_embedded_engine(model, instance.profile.engine, SystemClock())
+            return build_engine(model, instance.profile.engine, SystemClock())
 
         replica_id = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         self._process = ReplicaProcess(instance, replica_id, controller_finder(controller), load, _die)

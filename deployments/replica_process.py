@@ -94,16 +94,23 @@ class ReplicaProcess:
     def check(self) -> None:
         """Raises RuntimeError where the engine has ended or a step does not, or nobody reports any more."""
         raise_if_ended(self._tasks)
+        if ailment := self._ails():
+            raise RuntimeError(ailment)
+
+    def _ails(self) -> str | None:
+        """Why the engine gives nothing more; None while it does."""
         progress = self.engine.progress()
         if not progress.alive:
-            raise RuntimeError(f"the engine has ended: {progress.failure}")
+            return f"the engine has ended: {progress.failure}"
         limit_s = self._profile.health.step_age_limit_s
         if progress.step_age_s is not None and progress.step_age_s > limit_s:
-            raise RuntimeError(f"a step has run for {progress.step_age_s:.1f} s, over the limit of {limit_s} s")
+            return f"a step has run for {progress.step_age_s:.1f} s, over the limit of {limit_s} s"
+        return None
 
     async def drain(self) -> None:
-        """Finish what has begun and take nothing new. Raises TimeoutError after `health.drain_timeout_s`."""
-        if self._acceptor is not None and self.engine.progress().alive:
+        """Finish what has begun and take nothing new; at once where it would not end here, so that it goes on elsewhere.
+        Raises TimeoutError after `health.drain_timeout_s`."""
+        if self._acceptor is not None and self._ails() is None:
             async with asyncio.timeout(self._profile.health.drain_timeout_s):
                 await self.server.drain()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from deployments.process import configure_logging, controller_finder
+from deployments.process import configure_logging, controller_finder, settle
 from deployments.router_process import RouterProcess
 from deployments.settings import Instance
 
@@ -23,6 +23,7 @@ class Router:
         configure_logging(instance)
         self._process = RouterProcess(instance, controller_finder(controller))
         await self._process.start()
+        settle()
 
     async def url(self) -> str:
         return self._process.url

@@ -23,19 +23,21 @@ from cluster.messages import ClusterStatus, FromController, Granted, Roster, Ros
 from cluster.model import ModelFolder
 from cluster.types import Generation, RouterId
 from deployments.controller_link import ControllerLink, Find
+from deployments.http_server import BACKLOG, uvicorn_config
 from deployments.replica_link import ReplicaLink
-from deployments.settings import Instance
+from deployments.settings import Instance, open_keys
 from deployments.tasks import raise_if_ended
 from deployments.transport import Identity
 from router.app import build_app
 from router.core import RouterCore
+from router.keys import KeyRing
 from router.metrics_sink import RouterMetrics
 
 _TICK_S = 0.1
+_KEYS_REFRESH_S = 2.0
 _LATE_S = 0.5
 _STATUS_EVERY_TICKS = 5
 _STATUS_TIMEOUT_S = 1.0
-_BACKLOG = 2048
 
 
 class RouterProcess:
@@ -47,6 +49,7 @@ class RouterProcess:
         self._secret = instance.secret()
         self._model = ModelFolder.open(instance.model_folder, profile.served_name)
         self._clock = SystemClock()
+        self._keys = open_keys(profile.router)
         registry = CollectorRegistry()
         self.core = RouterCore(profile.router, self._clock, random.Random(), RouterMetrics(registry))
         self._roster: frozenset[RosterEntry] = frozenset()
@@ -60,16 +63,16 @@ class RouterProcess:
         self._controller = ControllerLink(
             find, self._hello_identity, lambda: None, self._from_controller, profile.transport
         )
-        self._http = _http_server(
-            build_app(
-                core=self.core,
-                model=self._model,
-                max_model_len=min(profile.engine.max_model_len, self._model.max_position_embeddings),
-                config=profile.router,
-                registry=registry,
-                cluster_status=self._cluster_status,
-            )
+        app = build_app(
+            core=self.core,
+            model=self._model,
+            max_model_len=min(profile.engine.max_model_len, self._model.max_position_embeddings),
+            config=profile.router,
+            registry=registry,
+            cluster_status=self._cluster_status,
+            identify=None if self._keys is None else self._keys.identify,
         )
+        self._http = uvicorn.Server(uvicorn_config(app))
         self._http_task: asyncio.Task[None] | None = None
         self.url = ""
 
@@ -84,6 +87,8 @@ class RouterProcess:
             self._spawn(self._controller.run(), "controller link"),
             self._spawn(self._tick(), "tick"),
         ]
+        if self._keys is not None:
+            self._vital.append(self._spawn(_refresh(self._keys), "keys"))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine, name=name)
@@ -186,23 +191,11 @@ class RouterProcess:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _http_server(app: Any) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            # httptools would be faster; but with it uvicorn forgets to tell a request that its client has left when
-            # another is pipelined behind it, loses the body of one that offers an upgrade, and takes endless headers.
-            http="h11",
-            log_config=None,
-            access_log=False,
-            lifespan="on",
-            server_header=False,
-            ws="none",
-            backlog=_BACKLOG,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=5,
-        )
-    )
+async def _refresh(keys: KeyRing) -> None:
+    """A file that changes is read in a thread: it may lie on a slow volume."""
+    while True:
+        await asyncio.sleep(_KEYS_REFRESH_S)
+        await asyncio.to_thread(keys.refresh)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -216,7 +209,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         sock.bind((host, port))
         # From here on connections are taken, and wait for the server that starts within milliseconds.
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
     except OSError:
         sock.close()
         raise

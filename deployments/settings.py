@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from cluster.config import Config, EngineConfig, HealthConfig, RouterConfig, TransportConfig
+from cluster.config import Auth, Config, EngineConfig, EngineKind, HealthConfig, RouterConfig, TransportConfig
 from cluster.smollm2 import default_cache
+from router.keys import KeyFile, KeyRing, KeysError
 
 PROFILES = Path(__file__).parent / "profiles"
+_VLLM_CPU_BLOCK_TOKENS = 32
+"""vLLM's attention on CPUs has blocks of a multiple of this."""
 
 
 class UsageError(Exception):
@@ -37,10 +40,16 @@ class Environment(BaseSettings):
     url: str | None = Field(
         None, description="The endpoint that `forebay status` asks; else the instance on this machine."
     )
+    api_key: SecretStr | None = Field(None, description="The key that `forebay` presents where an endpoint wants one.")
 
     @property
     def models_dir(self) -> Path:
         return self.cache_dir / "models"
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """The headers that say who asks."""
+        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
 
     @property
     def run_dir(self) -> Path:
@@ -52,10 +61,18 @@ class Profile(Config):
     """One deployment of Forebay. Files under deployments/profiles hold complete ones."""
 
     model: Path | None = Field(
-        None, description="A model folder in Hugging Face form; none takes SmolLM2-135M-Instruct."
+        None,
+        description="A model folder in Hugging Face form, as a whole path, the same on every node; none takes "
+        "SmolLM2-135M-Instruct.",
     )
     served_name: str | None = Field(None, description="The model's name in the API; none takes the folder's.")
     replicas: PositiveInt = Field(2, description="Engines, each in a process of its own.")
+    gpus_per_replica: NonNegativeInt = Field(
+        0, le=1, description="GPUs that Ray gives each replica for itself; 0 runs it on the CPU."
+    )
+    accelerator_type: str | None = Field(
+        None, description="The kind of GPU that a replica may run on, as Ray names it (A100); none takes any."
+    )
     listen: Literal["loopback", "node"] = Field(
         "loopback", description="Where replicas and controller listen: this machine only, or the node's address."
     )
@@ -63,6 +80,32 @@ class Profile(Config):
     router: RouterConfig = RouterConfig()
     transport: TransportConfig = TransportConfig()
     health: HealthConfig = HealthConfig()
+
+    @model_validator(mode="after")
+    def _model_is_whole(self) -> Profile:
+        if self.model is not None and not self.model.expanduser().is_absolute():
+            raise ValueError(f"model: {self.model} must be a whole path, for replicas start in other folders")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_has_its_device(self) -> Profile:
+        if self.gpus_per_replica:
+            return self
+        if self.accelerator_type is not None:
+            raise ValueError(
+                f"accelerator_type {self.accelerator_type!r} says nothing with gpus_per_replica 0: set it to 1"
+            )
+        engine = self.engine
+        if engine.kind is EngineKind.VLLM and engine.block_size_tokens % _VLLM_CPU_BLOCK_TOKENS:
+            raise ValueError(
+                f"engine.block_size_tokens ({engine.block_size_tokens}) must be a multiple of {_VLLM_CPU_BLOCK_TOKENS}: "
+                "on CPUs (gpus_per_replica 0) vLLM has no other"
+            )
+        if engine.vllm is not None and engine.vllm.gpu_memory_utilization is not None:
+            raise ValueError(
+                "engine.vllm.gpu_memory_utilization needs a GPU: set gpus_per_replica to 1, or state blocks"
+            )
+        return self
 
     @model_validator(mode="after")
     def _patience_in_order(self) -> Profile:
@@ -93,6 +136,20 @@ class Instance(Config):
         return secret
 
 
+def open_keys(router: RouterConfig) -> KeyRing | None:
+    """The keys that a router serves; None where it asks for none. Raises UsageError where they cannot be read."""
+    if router.auth is not Auth.KEYS:
+        return None
+    try:
+        return KeyRing(key_file(router), router.classes)
+    except KeysError as error:
+        raise UsageError(f"router.auth is keys: {error}") from error
+
+
+def key_file(router: RouterConfig) -> KeyFile:
+    return KeyFile(router.keys_file, router.keys_pepper_file)
+
+
 def load_profile(name_or_path: str, overrides: dict[str, Any]) -> Profile:
     """Read a profile by name (deployments/profiles/NAME.yaml) or path and change the given keys.
 
@@ -115,11 +172,15 @@ def load_profile(name_or_path: str, overrides: dict[str, Any]) -> Profile:
         raw = {}
     if not isinstance(raw, dict):
         raise UsageError(f"{path} must hold a mapping")
+    if isinstance(engine := raw.get("engine"), str):
+        raw["engine"] = {"kind": engine}  # `engine: vllm`
     for dotted, value in overrides.items():
         *parents, leaf = dotted.split(".")
         target = raw
         for parent in parents:
             target = target.setdefault(parent, {})
+            if not isinstance(target, dict):
+                raise UsageError(f"profile {path.stem}: {parent} must hold a mapping")
         target[leaf] = value
     try:
         return Profile.model_validate(raw)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import logging
 import secrets
 import socket
@@ -33,7 +32,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from cluster.config import TransportConfig
+from cluster.config import TransportConfig, is_loopback
 from cluster.messages import (
     PROTOCOL_NEWEST,
     PROTOCOL_OLDEST,
@@ -270,7 +269,7 @@ class Acceptor:
 
     async def listen(self, host: str, port: int, secret: bytes) -> tuple[str, int]:
         """Bind and return the address. Raises TransportError where there is no secret and `host` is not loopback."""
-        if not secret and not _is_loopback(host):
+        if not secret and not is_loopback(host):
             raise TransportError(f"no secret is set, so {host} is refused: set a secret or listen on 127.0.0.1")
         self._secret = secret
         loop = asyncio.get_running_loop()
@@ -447,10 +446,3 @@ async def connect(
     finally:
         if not made:
             link.abort("handshake failed")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -34,7 +34,8 @@ import psutil
 from cluster.engine.memory import memory_bytes
 from cluster.model import ModelFolder, ModelFolderError
 from cluster.smollm2 import ensure_smollm2
-from deployments.settings import Environment, Instance, Profile, UsageError
+from deployments.engines import check_installed
+from deployments.settings import Environment, Instance, Profile, UsageError, open_keys
 
 _READY_TIMEOUT_S = 300.0
 _POLL_S = 0.1
@@ -90,9 +91,17 @@ def preflight(profile: Profile, model: ModelFolder) -> None:
     """Check what would otherwise fail late and obscurely.
 
     Raises:
-        UsageError: the port is in use, memory is short, or the model's files do not say how much it takes.
+        UsageError: the engine is not installed, the keys cannot be read, the port is in use, memory is short, or the
+            model's files do not say how much it takes.
     """
+    check_installed(profile.engine)
+    open_keys(profile.router)
     _check_port(profile.router.host, profile.router.port)
+    if not profile.gpus_per_replica:  # on a GPU weights and KV blocks lie in its memory, which the engine looks at
+        _check_memory(profile, model)
+
+
+def _check_memory(profile: Profile, model: ModelFolder) -> None:
     try:
         need = profile.replicas * memory_bytes(model, profile.engine) + _RAY_BYTES
     except ModelFolderError as error:
@@ -102,6 +111,26 @@ def preflight(profile: Profile, model: ModelFolder) -> None:
         raise UsageError(
             f"too little memory: {profile.replicas} replicas of {model.name} need about {need / 2**30:.1f} GiB, "
             f"{have / 2**30:.1f} GiB are available; lower REPLICAS (--replicas), or DTYPE=bfloat16 (--dtype)"
+        )
+
+
+def check_gpus(profile: Profile, resources: Mapping[str, float]) -> None:
+    """Ray would wait for GPUs that its machines do not have. `resources` are the cluster's, as Ray names them.
+
+    Raises:
+        UsageError: there are too few GPUs, or none of the kind.
+    """
+    need, have = profile.replicas * profile.gpus_per_replica, int(resources.get("GPU", 0))
+    if need > have:
+        raise UsageError(
+            f"too few GPUs: {profile.replicas} replicas need {need}, Ray finds {have} here; lower REPLICAS (--replicas)"
+        )
+    prefix = "accelerator_type:"
+    kinds = sorted(name.removeprefix(prefix) for name in resources if name.startswith(prefix))
+    if profile.accelerator_type is not None and profile.accelerator_type not in kinds:
+        raise UsageError(
+            f"no {profile.accelerator_type} here, Ray finds {', '.join(kinds) or 'no kind of GPU'}; "
+            "change accelerator_type in the profile, or leave it out"
         )
 
 
@@ -133,6 +162,10 @@ def _check_port(host: str, port: int) -> None:
 
 def open_model(profile: Profile, environment: Environment) -> ModelFolder:
     """The profile's model, or SmolLM2-135M-Instruct, converted once. Raises UsageError."""
+    if profile.model is not None and not profile.model.expanduser().is_dir():
+        raise UsageError(
+            f"{profile.model} is not a folder; name the model's: MODEL=… (--model), or model in the profile"
+        )
     try:
         folder = profile.model if profile.model is not None else ensure_smollm2(environment.models_dir)
         return ModelFolder.open(folder, profile.served_name)
@@ -191,7 +224,7 @@ class LocalInstance:
 
         Raises:
             InterruptedBySignalError: a signal came meanwhile.
-            UsageError: a replica found that the model cannot be loaded or served.
+            UsageError: this machine lacks the GPUs, or a replica found that the model cannot be loaded or served.
             RuntimeError: Ray or the application did not start; the message names the logs.
         """
         self.interrupts.install()
@@ -237,6 +270,7 @@ class LocalInstance:
         finally:
             self._note_children(before)
             self.interrupts.install()
+        check_gpus(self._profile, ray.cluster_resources())  # type: ignore[no-untyped-call]
         for pid, started in self._children.items():
             for process in _same(pid, started):
                 if process.name() in _RAY_PROCESSES:

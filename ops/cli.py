@@ -16,6 +16,8 @@ import typer
 
 from ops.bench.cli import app as bench_app
 from ops.errors import CommandError
+from ops.explain_cli import explain
+from ops.keys_cli import app as keys_app
 from ops.serve_cli import serve, status
 
 _INTERRUPTED = 130
@@ -31,6 +33,8 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(status)
+app.command()(explain)
+app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
 
 

@@ -16,18 +16,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from deployments.settings import Environment, UsageError, load_profile
-from deployments.up import InterruptedBySignalError, LocalInstance, open_model, preflight, running_instances
+from deployments.settings import UsageError, load_profile
+from deployments.up import InterruptedBySignalError, LocalInstance, open_model, preflight
+from ops.endpoint import ask, read_environment
 from ops.errors import CommandError
 from ops.report import console
-
-_STATUS_TIMEOUT_S = 5.0
 
 
 class DTypeName(StrEnum):
@@ -79,9 +76,10 @@ def serve(
     out = console()
     out.file = sys.stdout  # this stream, also while what libraries print is kept from it
     progress = PhaseProgress(out)
-    wanted = {"router.port": port, "replicas": replicas, "model": model, "engine.dtype": dtype}
+    whole_path = None if model is None else model.expanduser().absolute()
+    wanted = {"router.port": port, "replicas": replicas, "model": whole_path, "engine.dtype": dtype}
     try:
-        environment = _environment()
+        environment = read_environment()
         settings = load_profile(profile, {key: value for key, value in wanted.items() if value is not None})
         folder = open_model(settings, environment)
         preflight(settings, folder)
@@ -97,7 +95,7 @@ def serve(
             raise CommandError(str(error)) from error
         except RuntimeError as error:
             raise CommandError(str(error), exit_code=1) from error
-        what = f"{counted(settings.replicas, 'replica')}, {settings.engine.dtype}"
+        what = f"{counted(settings.replicas, 'replica')}, engine {settings.engine.kind}, {settings.engine.dtype}"
         _announce(out, instance.url, folder.name, what, started)
         try:
             instance.run()
@@ -141,22 +139,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print what the router answered.")] = False,
 ) -> None:
     """Show a running Forebay: queue by priority, replicas with their load, and the controller."""
-    environment = _environment()
-    address = url or environment.url
-    if address is None:
-        instances = running_instances(environment)
-        if not instances:
-            raise CommandError("no instance of yours runs on this machine; start one with `make serve`, or give --url")
-        address = instances[0].url
-        if not address:
-            raise CommandError("the newest instance on this machine is still starting; ask again when it is ready")
-    try:
-        answer = httpx.get(f"{address.rstrip('/')}/status", timeout=_STATUS_TIMEOUT_S)
-        answer.raise_for_status()
-        state = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        why = str(error) or type(error).__name__
-        raise CommandError(f"no status from {address}; is it running? ({why})") from error
+    address, state = ask(url, "/status")
     if as_json:
         json.dump(state, sys.stdout, indent=2)
         print()
@@ -228,11 +211,3 @@ def _replica_table(replicas: list[dict[str, Any]]) -> Table:
             f"{replica['report_age_s'] * 1000:.0f} ms ago",
         )
     return table
-
-
-def _environment() -> Environment:
-    try:
-        return Environment()
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise CommandError(f"FOREBAY_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}") from error

@@ -1,21 +1,26 @@
 """Whether a request is let in, made to wait or sent away, decided at its arrival.
 
-Owns: that decision, and the drain rate from which `Retry-After` is computed. Pure but for `DrainRate`, which only
-counts. Invariants: a request is rejected for its queue's bound only when it would have to wait; `Retry-After` is whole
-seconds in 1..60, never the same for everybody.
+Owns: that decision, what it predicts from, and `Retry-After`. Pure. Invariants: a request is rejected for its queue only
+when it would have to wait; what has not been measured refuses nobody; `Retry-After` is whole seconds in 1..60, never
+the same for everybody.
+
+The prediction. A class is served at its measured drain; while more urgent work waits and that drain is slower, or not
+known, at its minimum share of all that drains, which it gets once its next request has waited `ageing_after_s`. In front of a request
+stands, in service, what its band holds; but of each other tenant no more, for its weight, than what the request's own
+tenant has there with it, since tenants of a band are served evenly.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from cluster.config import PriorityClass
 from cluster.types import Outcome
-from router.routing import Need, choose, too_large
-from router.view import Condition, ReplicaView
+from router.routing import Need
+from router.terms import NO_TERMS, Terms
 
 RETRY_CAP_S = 60
 NO_REPLICA_RETRY_S = 5.0
@@ -23,6 +28,8 @@ NO_REPLICA_RETRY_S = 5.0
 DRAINING_RETRY_S = 1.0
 """Another router takes it at once."""
 JITTER = 0.2
+WAIT_MARGIN = 0.9
+"""What is predicted to wait longer than this part of its class's longest wait is refused: rates are never quite known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,34 @@ class RequestFacts:
     """Of each."""
     priority_class: PriorityClass
     count: int = 1
+    service: int = 0
+    """Of each: what serving it is expected to take."""
+    output_tokens: int = 1
+    """What it will make at least, or is stated to make."""
+    age_s: float = 0.0
+    """What has passed since its arrival."""
+    terms: Terms = NO_TERMS
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How the request's class is being served. Rates are in service per second; None: not measured."""
+
+    backlog: int = 0
+    """Service that waits in the class."""
+    ahead: float = 0.0
+    """Of that, what stands in front of the request."""
+    drain_per_s: float | None = None
+    """Measured of the class."""
+    share_per_s: float | None = None
+    """Its minimum share of what is measured of all classes; None too where nothing more urgent waits."""
+    ageing_after_s: float = 0.0
+    first_token_s: float | None = None
+    """From being sent out to the first token."""
+    next_token_s: float | None = None
+
+
+NOT_MEASURED = Pace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +77,21 @@ class AdmissionView:
     """The router at the moment of the decision."""
 
     draining: bool
-    replicas: Sequence[ReplicaView]
+    leaving: bool
+    """No replica takes work, nor may come back to taking it."""
+    too_large: bool
+    """No replica could ever hold it."""
+    room: bool
+    """A replica holds it now."""
     ahead_requests: int
-    """Queued at this priority or above: a new one goes behind them."""
+    """Queued at this priority or above: a new one goes behind them, or in between."""
     class_requests: int
     class_bytes: int
-    drain_per_s: float
-    """Measured departures of this class from the queue, per second."""
+    tenant_requests: int = 0
+    """Of the request's tenant, in this class."""
+    tenant_bytes: int = 0
+    longest_wait_s: float = math.inf
+    pace: Pace = NOT_MEASURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +108,12 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
+    """`error` says more than the outcome does; `numbers` are what it was decided by."""
+
     outcome: Outcome
     retry_after_s: int | None
+    error: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 def decide(facts: RequestFacts, view: AdmissionView, rng: random.Random) -> Admit | Queue | Reject:
@@ -77,49 +124,93 @@ def decide(facts: RequestFacts, view: AdmissionView, rng: random.Random) -> Admi
     """
     if view.draining:
         return Reject(Outcome.REJECTED_DRAINING, retry_after_s(DRAINING_RETRY_S, rng))
-    if all(v.condition is Condition.DRAINING for v in view.replicas):
+    if view.leaving:
         return Reject(Outcome.REJECTED_NO_REPLICA, retry_after_s(NO_REPLICA_RETRY_S, rng))
-    if too_large(facts.need, view.replicas):
+    if view.too_large:
         return Reject(Outcome.REJECTED_TOO_LARGE, None)
-    starts = not view.ahead_requests and choose(facts.need, view.replicas, rng) is not None
+    starts = not view.ahead_requests and view.room
     waiting = facts.count - 1 if starts else facts.count
-    if waiting and (
-        view.class_requests + waiting > facts.priority_class.max_queued_requests
-        or view.class_bytes + waiting * facts.size_bytes > facts.priority_class.max_queued_bytes
-    ):
-        backlog_s = backlog_seconds(view.class_requests, view.drain_per_s)
-        return Reject(Outcome.REJECTED_QUEUE_FULL, retry_after_s(backlog_s, rng))
+    refused = _over_bounds(facts, view, waiting) or _too_late(facts, view, starts=starts)
+    if refused is not None:
+        pace = view.pace
+        wait_s = backlog_seconds(pace.backlog, pace.drain_per_s or 0.0)
+        outcome, error, numbers = refused
+        numbers |= {"backlog": pace.backlog, "drain_per_s": round(pace.drain_per_s or 0.0, 1)}
+        return Reject(outcome, retry_after_s(wait_s, rng), error, numbers)
     return Admit() if starts else Queue(view.ahead_requests)
 
 
-def backlog_seconds(queued_requests: int, drain_per_s: float) -> float:
-    """How long the queue takes to drain at its measured rate; endless where nothing drains."""
-    return queued_requests / drain_per_s if drain_per_s > 0 else math.inf
+_Refused = tuple[Outcome, str, dict[str, float]]
+
+
+def _over_bounds(facts: RequestFacts, view: AdmissionView, waiting: int) -> _Refused | None:
+    """Whether the class, or its tenant's part of it, has no room for `waiting` more."""
+    if not waiting:
+        return None
+    requests_max, bytes_max = facts.priority_class.max_queued_requests, facts.priority_class.max_queued_bytes
+    more_bytes = waiting * facts.size_bytes
+    if view.class_requests + waiting > requests_max or view.class_bytes + more_bytes > bytes_max:
+        return Outcome.REJECTED_QUEUE_FULL, "", _filled(view.class_requests, requests_max, view.class_bytes, bytes_max)
+    own_max = max(1, math.floor(facts.terms.queue_share * requests_max))
+    own_bytes_max = math.floor(facts.terms.queue_share * bytes_max)
+    if view.tenant_requests + waiting > own_max or view.tenant_bytes + more_bytes > own_bytes_max:
+        error = "Your part of this priority class's queue is full; try again later."
+        numbers = _filled(view.tenant_requests, own_max, view.tenant_bytes, own_bytes_max)
+        return Outcome.REJECTED_QUEUE_FULL, error, numbers
+    return None
+
+
+def _filled(requests: int, requests_max: int, size_bytes: int, bytes_max: int) -> dict[str, float]:
+    return {"queued": requests, "bound": requests_max, "queued_bytes": size_bytes, "bound_bytes": bytes_max}
+
+
+def _too_late(facts: RequestFacts, view: AdmissionView, *, starts: bool) -> _Refused | None:
+    """Whether it cannot be begun within its class's longest wait, or not be served within its own times."""
+    pace, terms = view.pace, facts.terms
+    wait_s = 0.0 if starts else predicted_wait_s(pace, facts.service)
+    if wait_s is not None and wait_s > WAIT_MARGIN * view.longest_wait_s:
+        numbers = {"predicted_wait_s": round(wait_s, 1), "longest_wait_s": view.longest_wait_s, "ahead": pace.ahead}
+        return Outcome.REJECTED_WAIT, "", numbers
+    first_token_s = facts.age_s + (wait_s or 0.0) + (pace.first_token_s or 0.0)
+    end_s = first_token_s + (facts.output_tokens - 1) * (pace.next_token_s or 0.0)
+    for name, predicted_s, allowed_s in (
+        ("first_token", first_token_s, terms.ttft_slo_s),
+        ("end", end_s, terms.timeout_s),
+    ):
+        if allowed_s is not None and predicted_s > allowed_s:
+            numbers = {f"predicted_{name}_s": round(predicted_s, 2), f"allowed_{name}_s": allowed_s}
+            return Outcome.REJECTED_DEADLINE, "", numbers | {"ahead": pace.ahead}
+    return None
+
+
+def predicted_wait_s(pace: Pace, service: int) -> float | None:
+    """How long a request of `service` will wait for a replica; None where nothing has been measured."""
+    waits_s = []
+    if pace.drain_per_s:
+        waits_s.append((pace.ahead + service) / pace.drain_per_s)
+    if pace.share_per_s:
+        waits_s.append(max(pace.ageing_after_s, (pace.ahead + service) / pace.share_per_s))
+    return min(waits_s, default=None)
+
+
+def evenly_ahead(backlog: int, own: int, weight: float, waiting_weight: float) -> float:
+    """Service in front of a request in a band whose tenants are served evenly.
+
+    Args:
+        backlog: Of the whole band.
+        own: Of the request's tenant, the request with it.
+        weight: The tenant's.
+        waiting_weight: Of all tenants that wait, this one with them.
+    """
+    return min(float(backlog), own * waiting_weight / weight)
+
+
+def backlog_seconds(backlog: float, drain_per_s: float) -> float:
+    """How long a queue takes to drain at its measured rate; endless where nothing drains."""
+    return backlog / drain_per_s if drain_per_s > 0 else math.inf
 
 
 def retry_after_s(wait_s: float, rng: random.Random) -> int:
     """Whole seconds in 1..60, spread by ±20 % so that clients that were sent away together do not return together."""
     capped_s = min(wait_s, RETRY_CAP_S / (1 + JITTER))
     return max(1, min(RETRY_CAP_S, round(capped_s * rng.uniform(1 - JITTER, 1 + JITTER))))
-
-
-class DrainRate:
-    """Departures per second, exponentially weighted over about `window_s`, unbiased from the first one on."""
-
-    __slots__ = ("_count", "_since_s", "_updated_s", "_window_s")
-
-    def __init__(self, now_s: float, window_s: float = 30.0) -> None:
-        self._window_s = window_s
-        self._since_s = self._updated_s = now_s
-        self._count = 0.0
-
-    def left(self, now_s: float) -> None:
-        self._count = self._decayed(now_s) + 1
-        self._updated_s = now_s
-
-    def per_s(self, now_s: float) -> float:
-        seen = 1 - math.exp(-(now_s - self._since_s) / self._window_s)
-        return self._decayed(now_s) / (self._window_s * seen) if seen > 0 else 0.0
-
-    def _decayed(self, now_s: float) -> float:
-        return self._count * math.exp(-(now_s - self._updated_s) / self._window_s)

@@ -6,9 +6,9 @@ the router that imports the web framework. Invariant: no status, header or body 
 
 from __future__ import annotations
 
-import logging
+import importlib.metadata
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
@@ -19,18 +19,44 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
-from cluster.config import RouterConfig
+from cluster.config import Auth, RouterConfig
 from cluster.messages import ClusterStatus, named
 from cluster.model import ModelFolder
-from router.completions import Completions, ParserGate
+from cluster.types import RequestId
+from router.answers import Health, ModelCard, ModelList, RouterPart, StatusReply
+from router.asgi import Receive, Scope, Send
+from router.auth import Guard, Identify, identity_of
+from router.completions import Completions
 from router.core import RouterCore
 from router.errors import ApiError, ErrorBody, error_json
+from router.exchange import App, HeaderLimits, internal_error
+from router.fields import path_not_offered
+from router.limits import Limiter
 from router.logprobs import Vocabulary
 from router.openai import Api, RequestParser
+from router.openapi import document
+from router.parsing import ParserGate
+from router.tokenize import Answer, TokenEndpoint, detokenized, tokenized
 
-_log = logging.getLogger("forebay.http")
+
+class Front:
+    """Everything behind the guard. What generates text is reached past the framework, whose layers cost more than they
+    give it: each stands between the exchange and all that it reads and sends."""
+
+    def __init__(self, framework: Starlette, generating: Mapping[str, App]) -> None:
+        """`generating`: by path, answering POST; the framework routes them too, to refuse other methods."""
+        self.framework = framework
+        self._generating = generating
+        self._limited = HeaderLimits(self._dispatch)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return self._limited(scope, receive, send)
+
+    def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        posts = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._generating.get(scope["path"]) if posts else None
+        return (endpoint or self.framework)(scope, receive, send)
 
 
 def build_app(
@@ -41,17 +67,25 @@ def build_app(
     config: RouterConfig,
     registry: CollectorRegistry,
     cluster_status: Callable[[], Awaitable[ClusterStatus | None]],
+    identify: Identify | None = None,
     rng: random.Random | None = None,
-) -> ASGIApp:
-    """The application that uvicorn serves. `rng` draws the seeds of requests that have none.
+) -> Guard:
+    """The application that uvicorn serves. `identify` looks keys up, where `config.auth` asks for them. `rng` draws the
+    seeds of requests that have none.
 
     Raises:
         ChatTemplateError: the model's chat template does not compile.
+        ValueError: keys are asked for and nothing looks them up, or the other way about.
     """
+    if (config.auth is Auth.KEYS) != (identify is not None):
+        raise ValueError(f"auth is {config.auth}, and identify is {identify}")
+    rng = rng or random.Random()
     parser = RequestParser(model, max_model_len, config.classes, config.default_class)
-    gate = ParserGate(parser, rng or random.Random())
-    vocabulary = Vocabulary(parser.codec, model.eos_token_ids)
-    created_unix_s = int(core.clock.unix())
+    gate = ParserGate(parser, rng)
+    limiter = Limiter(rng)
+    vocabulary = Vocabulary(parser.prompts.codec, model.eos_token_ids)
+    card = ModelCard(model.name, int(core.clock.unix()), max_model_len, root=model.name)
+    openapi = msgspec.json.encode(document(importlib.metadata.version("forebay")))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -59,13 +93,19 @@ def build_app(
         gate.close()
 
     async def models(_: HttpRequest) -> Response:
-        return _json(ModelList(data=(ModelCard(model.name, created_unix_s, max_model_len),)))
+        return _json(ModelList(data=(card,)))
 
     async def one_model(request: HttpRequest) -> Response:
-        if request.path_params["name"] != model.name:
-            message = "The model does not exist."
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return _json(ModelCard(model.name, created_unix_s, max_model_len))
+        parser.check_model(request.path_params["name"])
+        return _json(card)
+
+    async def explain(request: HttpRequest) -> Response:
+        request_id, tenant = RequestId(request.path_params["request_id"]), identity_of(request.scope).tenant
+        explanation = core.explain(request_id, tenant)
+        if explanation is None:
+            message = "No request of yours with this id is live or remembered here."
+            raise ApiError(404, message, param="request_id", code="request_not_found")
+        return _json(explanation)
 
     async def health(_: HttpRequest) -> Response:
         return _json(Health("alive"))
@@ -75,6 +115,9 @@ def build_app(
             raise ApiError(503, "No replica takes work now.", code="not_ready")
         return _json(Health("ready"))
 
+    async def api_document(_: HttpRequest) -> Response:
+        return Response(openapi, media_type="application/json")
+
     async def metrics(_: HttpRequest) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -83,52 +126,32 @@ def build_app(
         return _json(StatusReply(router, named(await cluster_status())))
 
     def generate(api: Api) -> Completions:
-        return Completions(api, core, gate, config, model.name, vocabulary)
+        return Completions(api, core, gate, limiter, config, model.name, vocabulary)
 
+    def tokens(answer: Answer) -> TokenEndpoint:
+        return TokenEndpoint(answer, parser, gate, limiter, config, core.clock)
+
+    generating: Mapping[str, App] = {
+        "/v1/chat/completions": generate(Api.CHAT),
+        "/v1/completions": generate(Api.COMPLETION),
+    }
     routes = [
-        Route("/v1/chat/completions", generate(Api.CHAT), methods=["POST"]),
-        Route("/v1/completions", generate(Api.COMPLETION), methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generating.items()),
+        Route("/tokenize", tokens(tokenized), methods=["POST"]),
+        Route("/detokenize", tokens(detokenized), methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", one_model, methods=["GET"]),
+        Route("/v1/requests/{request_id}/explain", explain, methods=["GET"]),
+        Route("/openapi.json", api_document, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/status", status, methods=["GET"]),
     ]
     handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _internal_error}
-    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    app.router.redirect_slashes = False
-    return app
-
-
-class ModelCard(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    max_model_len: int
-    object: str = "model"
-    owned_by: str = "forebay"
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    data: tuple[ModelCard, ...]
-    object: str = "list"
-
-
-class Health(msgspec.Struct, frozen=True):
-    status: str
-
-
-class RouterPart(msgspec.Struct, frozen=True):
-    model: str
-    ready: bool
-    bands: object
-    """`BandStatus` of each priority with work, most urgent first."""
-
-
-class StatusReply(msgspec.Struct, frozen=True):
-    router: RouterPart
-    cluster: object
-    """The controller's `ClusterStatus` with the names of its fields; null where no controller answers."""
+    framework = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    framework.router.redirect_slashes = False
+    return Guard(Front(framework, generating), identify, open_metrics=config.open_metrics)
 
 
 def _json(value: msgspec.Struct) -> Response:
@@ -139,7 +162,11 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     """What the framework refuses by itself: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        body = ErrorBody("There is nothing at this path.", "invalid_request_error", None, "unknown_path")
+        missing = path_not_offered(request.url.path)
+        if missing is None:
+            body = ErrorBody("There is nothing at this path.", "invalid_request_error", None, "unknown_path")
+        else:
+            body = ErrorBody(f"This server does not offer {missing}.", "invalid_request_error", None, "not_offered")
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=error.headers)
@@ -155,7 +182,5 @@ async def _api_error(_: HttpRequest, error: Exception) -> Response:
 
 
 async def _internal_error(request: HttpRequest, error: Exception) -> Response:
-    """A bug of ours. The server logs the traceback; the client is told no more than that."""
-    _log.error("unexpected %s at %s", type(error).__name__, request.url.path)
-    body = ErrorBody("The server made an error.", "server_error", None, "internal_error")
-    return Response(error_json(body), 500, media_type="application/json")
+    del error
+    return await _api_error(request, internal_error(request.scope))

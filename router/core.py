@@ -1,13 +1,10 @@
 """The router's core: every live request, from submission to its one ending.
 
-Owns: the order of events (admission, queue, placement, deltas, losses, cancels) and the commitment of what admission,
-queue, routing and journal decide. Imports no socket and no web framework. Single writer: all calls come on one event
+Owns: the order of events (admission, queue, placement, deltas, losses, cancels, deadlines) and the commitment of what
+admission, dispatch and journal decide. Imports no socket and no web framework. Single writer: all calls come on one event
 loop, none awaits, and none is made from within another. Invariants: each request ends exactly once; it is queued or
-open on one replica, and the reservation exists exactly while it is open; nothing is dispatched before a more urgent or
-an older request of its priority that waits.
-
-The head of the queue is never overtaken: where it cannot be placed nothing behind it is, so that small or lesser work
-does not take the room that it waits for.
+open on one replica, and the reservation exists exactly while it is open; what is sent out, and in which order, is
+`dispatch`'s.
 """
 
 from __future__ import annotations
@@ -34,30 +31,20 @@ from cluster.types import (
     RequestId,
     TokenDelta,
 )
-from router.admission import (
-    AdmissionView,
-    Admit,
-    DrainRate,
-    Queue,
-    Reject,
-    RequestFacts,
-    backlog_seconds,
-    decide,
-    retry_after_s,
-)
+from router.admission import Reject
+from router.deadlines import Deadlines
+from router.dispatch import Dispatcher
+from router.explain import Ended, Explanation
 from router.fleet import Fleet, Known, New, Old
+from router.gaps import Gaps
 from router.journal import Accepted, Broken, Gap, Repeat, Stale
-from router.live import Live, size_bytes
+from router.live import Account, Live, log_end
 from router.metrics_sink import RouterMetrics
 from router.outcomes import Ending
-from router.queue import BandQueue
-from router.routing import Placement, choose, too_large
 from router.status import band_statuses, show_classes
 from router.stream import Pushed, Stream
-from router.view import Condition, Replica, Reservation
-
-RESEND_ASKS = 3
-"""Times that one gap is asked for, `silent_after_s` apart, before the attempt is given up."""
+from router.terms import NO_TERMS, Terms
+from router.view import Replica
 
 _log = logging.getLogger("forebay.router")
 
@@ -72,14 +59,13 @@ class RouterCore:
         self._metrics = metrics
         now_s = clock.monotonic()
         self._classes = {c.name: c for c in config.classes}
-        self._drain_rates = {c.name: DrainRate(now_s) for c in config.classes}
+        metrics.name_tenants(t.name for t in config.tenants)
         self._fleet = Fleet(config)
-        self._queue = BandQueue()
         self._live: dict[RequestId, Live] = {}
-        self._unstarted: dict[RequestId, float] = {}
-        """When each request without a token since it last began to wait must have left the queue; in that order."""
-        self._gaps: dict[RequestId, tuple[int, float]] = {}
-        """Open gaps: times asked, and when last."""
+        self._dispatcher = Dispatcher(config, now_s, rng, metrics, self._fleet, self._live)
+        self._deadlines = Deadlines()
+        self._ended = Ended(config.explained_requests, config.explained_bytes)
+        self._gaps = Gaps()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -89,11 +75,9 @@ class RouterCore:
     @property
     def ready(self) -> bool:
         """Whether new work has somewhere to go."""
-        return not self._draining and any(
-            v.condition is Condition.ROUTABLE for v in self._fleet.views(self.clock.monotonic())
-        )
+        return not self._draining and self._fleet.routable(self.clock.monotonic())
 
-    def submit(self, members: Sequence[tuple[Request, Stream]]) -> None:
+    def submit(self, members: Sequence[tuple[Request, Stream]], terms: Terms = NO_TERMS) -> None:
         """Take the choices of one client's request, which are alike but for their ids: all are let in, or none.
 
         Whatever becomes of each, a rejection too, is told on its stream.
@@ -108,23 +92,18 @@ class RouterCore:
             raise ValueError(f"no priority class {first.priority_class!r}")
         priority_class, now_s = self._classes[first.priority_class], self.clock.monotonic()
         arrived_s = now_s - max(0.0, self.clock.unix() - first.arrived_unix_s)
-        lives = [Live(request, priority_class, stream, arrived_s) for request, stream in members]
-        decision = decide(self._facts(lives), self._admission_view(first, now_s), self._rng)
+        rank, band = self._dispatcher.rank(first, terms), self._dispatcher.band(first.priority)
+        lives = [
+            Live(request, priority_class, stream, arrived_s, self._config, terms, rank, band)
+            for request, stream in members
+        ]
+        decision = self._dispatcher.judge(lives, now_s, draining=self._draining)
         self._live.update((live.request.request_id, live) for live in lives)
         self._idle.clear()
-        match decision:
-            case Reject(outcome, retry_after):
-                for live in lives:
-                    self._finalize(live, outcome, retry_after=retry_after)
-                return
-            case Admit():
-                for live in lives:
-                    live.decided(now_s, "admitted")
-            case Queue(ahead_requests):
-                for live in lives:
-                    live.decided(now_s, "queued", ahead=ahead_requests)
-            case _:
-                assert_never(decision)
+        if isinstance(decision, Reject):
+            for live in lives:
+                self._finalize(live, decision.outcome, error=decision.error, retry_after=decision.retry_after_s)
+            return
         self._metrics.accepted(priority_class.name, len(first.prompt_ids))
         for live in lives:
             self._enqueue(live, now_s)
@@ -149,7 +128,13 @@ class RouterCore:
 
     def bands(self) -> tuple[BandStatus, ...]:
         """Queued and running work by priority, most urgent first."""
-        return band_statuses(self._config.classes, self._queue, self._live.values())
+        return band_statuses(self._config.classes, self._dispatcher.queue, self._live.values())
+
+    def explain(self, request_id: RequestId, tenant: str) -> Explanation | None:
+        """What was decided about a request, live or lately ended. None: unknown, forgotten or of another tenant."""
+        live = self._live.get(request_id)
+        explanation = self._ended.get(request_id) if live is None else live.explain(self.clock.monotonic())
+        return explanation if explanation is not None and explanation.tenant == tenant else None
 
     # --- the replicas' side ---
 
@@ -197,8 +182,7 @@ class RouterCore:
         replica.observe(frame.report, now_s)
         for preempted in frame.preempted:
             self._preempted(replica, preempted, now_s)
-        for delta in frame.deltas:
-            self._delta(replica, delta, now_s)
+        self._deltas(replica, frame.deltas, now_s)
         for refusal in frame.refusals:
             self._refused(replica, refusal, now_s)
         self._pump(now_s)
@@ -212,84 +196,64 @@ class RouterCore:
             for request_id in list(replica.reservations):
                 # Silence is no death: what an engine may have died of is counted when it is lost.
                 self._continue(self._live[request_id], replica, "fenced", now_s, abort=True, lost=False)
-        for request_id, (asked, asked_at_s) in list(self._gaps.items()):
-            if now_s - asked_at_s > self._config.silent_after_s:
-                self._ask_again(self._live[request_id], asked, now_s)
+        for request_id in self._gaps.unanswered(now_s - self._config.silent_after_s):
+            self._ask_again(self._live[request_id], now_s)
         self._expire(now_s)
         self._pump(now_s)
-        show_classes(self._metrics, self._config.classes, self._queue, self._live.values())
+        show_classes(self._metrics, self._config.classes, self._dispatcher, self._live.values(), now_s)
         self._metrics.replicas(self._fleet.views(now_s))
 
     def _expire(self, now_s: float) -> None:
-        due = []
-        for request_id, deadline_s in self._unstarted.items():
-            if deadline_s > now_s:
-                break
-            if request_id in self._queue:
-                due.append(request_id)
-        for request_id in due:
+        for request_id in self._deadlines.over(now_s):
             live = self._live[request_id]
-            self._finalize(live, Outcome.EXPIRED_IN_QUEUE, retry_after=self._retry_after(live, now_s))
+            queued = live.replica_id is None
+            self._finalize(live, Outcome.EXPIRED_IN_QUEUE if queued else Outcome.TIMED_OUT)
+        for request_id in self._deadlines.late(now_s):
+            live = self._live[request_id]
+            if live.replica_id is None:
+                retry_after = self._dispatcher.retry_after_s(live, now_s)
+                self._finalize(live, Outcome.EXPIRED_IN_QUEUE, retry_after=retry_after)
 
     # --- queue and placement ---
 
     def _enqueue(self, live: Live, now_s: float) -> None:
-        self._queue.push(live.waiting())
-        self._unstarted.setdefault(live.request.request_id, now_s + self._config.max_queue_s)
+        self._dispatcher.enqueue(live, now_s)
+        self._deadlines.waits(live.request.request_id, *live.deadlines_s(now_s, self._config.max_queue_s))
 
     def _pump(self, now_s: float) -> None:
-        """Dispatch from the head of the queue until the head must wait."""
-        while (head := self._queue.peek()) is not None:
-            live = self._live[head.request_id]
-            need = live.need(self._config.expected_output_tokens)
-            views = self._fleet.views(now_s)
-            placement = choose(need, views, self._rng)
+        """Send out what can be, from the head of the queue on, until the head must wait."""
+        if not self._dispatcher.queue:
+            return
+        for live, placement, by_share in self._dispatcher.next(now_s):
             if placement is not None:
-                self._dispatch(live, placement, now_s)
-            elif too_large(need, views):
+                self._dispatcher.send(live, placement, now_s, by_share=by_share)
+            elif self._fleet.too_large(live.need(self._config.expected_output_tokens)):
                 self._finalize(live, Outcome.REJECTED_TOO_LARGE)
-            else:
-                return
 
-    def _dispatch(self, live: Live, placement: Placement, now_s: float) -> None:
-        request, replica = live.to_send(), self._fleet[placement.replica_id]
-        self._queue.remove(request.request_id)
-        self._drain_rates[live.priority_class.name].left(now_s)
-        attempt = live.journal.begin()
-        sequence = replica.port.add(request, attempt)
-        replica.reserve(request.request_id, Reservation(attempt, sequence, request.priority, placement.blocks))
-        live.replica_id = replica.replica_id
-        live.reserved_tokens = placement.blocks * replica.block_size_tokens
-        if live.dispatched_s is None:
-            live.dispatched_s = now_s
-            self._metrics.first_dispatch(live.priority_class.name, now_s - live.arrived_s)
-        live.decided(
-            now_s,
-            "dispatched",
-            replica=replica.replica_id,
-            attempt=attempt,
-            blocks=placement.blocks,
-            victims=placement.victims,
-            emitted=live.journal.next_index,
-        )
-
-    def _release(self, live: Live, replica: Replica) -> None:
-        """Close the open attempt and give back what was reserved for it."""
-        replica.release(live.request.request_id)
-        live.replica_id = None
-        live.journal.close()
-        self._gaps.pop(live.request.request_id, None)
+    def _release(self, live: Live, replica: Replica, now_s: float, *, taken_back: bool) -> None:
+        self._dispatcher.release(live, replica, now_s, taken_back=taken_back)
+        self._gaps.close(live.request.request_id)
 
     def _continue(
-        self, live: Live, replica: Replica, why: str, now_s: float, *, abort: bool, lost: bool = True
+        self,
+        live: Live,
+        replica: Replica,
+        why: str,
+        now_s: float,
+        *,
+        abort: bool,
+        lost: bool = True,
+        refused: bool = False,
     ) -> None:
         """The open attempt is over and the request is not: back to its place, unless it has lost too many engines.
 
-        `abort`: the replica may still run the attempt. `lost`: it counts against `max_attempts`.
+        `abort`: the replica may still run the attempt. `lost`: it counts against `max_attempts`. `refused`: the attempt
+        was never begun there.
         """
         attempt = live.journal.attempt
         assert attempt is not None
-        self._release(live, replica)
+        self._release(live, replica, now_s, taken_back=True)
+        live.continued |= not refused or live.first_token_s is not None
         if abort:
             replica.abort(live.request.request_id, attempt)
         live.decided(now_s, "returned", replica=replica.replica_id, why=why, emitted=live.journal.next_index)
@@ -311,6 +275,33 @@ class RouterCore:
 
     # --- what a frame says ---
 
+    def _deltas(self, replica: Replica, deltas: Sequence[TokenDelta], now_s: float) -> None:
+        """Most bring the next token of a steady stream and nothing else. Those are counted together, before anything is
+        decided that the counts have a part in."""
+        counts: dict[Account, int] = {}
+        for delta in deltas:
+            live = self._live.get(delta.request_id)
+            if (
+                live is not None
+                and live.replica_id == replica.replica_id
+                and live.journal.take_next(delta, live.steady_below)
+            ):
+                counts[live.account] = counts.get(live.account, 0) + 1
+                if live.stream.push(delta.pieces[0], 1) is Pushed.OVERFLOW:
+                    self._count(counts)
+                    self._finalize(live, Outcome.SLOW_CLIENT)
+            else:
+                self._count(counts)
+                self._delta(replica, delta, now_s)
+        self._count(counts)
+
+    def _count(self, counts: dict[Account, int]) -> None:
+        """Count the tokens of each account, and empty `counts`."""
+        for account, count in counts.items():
+            self._metrics.tokens(account.priority_class, count)
+            self._dispatcher.steady_tokens(account, count)
+        counts.clear()
+
     def _delta(self, replica: Replica, delta: TokenDelta, now_s: float) -> None:
         live = self._live.get(delta.request_id)
         if live is None or live.replica_id != replica.replica_id:
@@ -325,10 +316,11 @@ class RouterCore:
             case Repeat():
                 self._metrics.fenced("repeat")
             case Gap(index):
+                live.steady_below = 0
                 if delta.request_id not in self._gaps:
                     self._metrics.gap()
                     live.decided(now_s, "gap", replica=replica.replica_id, index=index, got=delta.index)
-                    self._gaps[delta.request_id] = (1, now_s)
+                    self._gaps.ask(delta.request_id, now_s)
                     replica.port.resend_from(delta.request_id, delta.attempt, index)
             case Broken(why):
                 _log.error("replica %s sent a delta that cannot be: %s", replica.replica_id, why)
@@ -339,17 +331,18 @@ class RouterCore:
     def _accepted(self, live: Live, replica: Replica, new: Accepted, now_s: float, *, error: str) -> None:
         request_id, count, scores = live.request.request_id, len(new.token_ids), new.scores
         if self._gaps:
-            self._gaps.pop(request_id, None)
+            self._gaps.close(request_id)
         if count:
             self._metrics.tokens(live.priority_class.name, count)
-            self._unstarted.pop(request_id, None)
+            self._deadlines.started(request_id)
             if live.first_token_s is None:
-                live.first_token_s = now_s
-                self._metrics.first_token(live.priority_class.name, now_s - live.arrived_s)
-            self._grow(live, replica)
-        if (count or scores is not None) and live.stream.push(new.text, count, scores) is Pushed.OVERFLOW:
-            self._finalize(live, Outcome.SLOW_CLIENT)
-            return
+                self._dispatcher.first_token(live, now_s)
+            self._dispatcher.tokens(live, replica, count)
+        if count or scores is not None:
+            pushed = live.stream.push(new.text, count, scores, last=new.finish is not None)
+            if pushed is Pushed.OVERFLOW:
+                self._finalize(live, Outcome.SLOW_CLIENT)
+                return
         match new.finish:
             case None:
                 pass
@@ -362,56 +355,34 @@ class RouterCore:
             case _:
                 assert_never(new.finish)
 
-    def _grow(self, live: Live, replica: Replica) -> None:
-        """Keep the reservation no smaller than what the attempt fills; a token also says that it runs."""
-        reservation = replica.reservations[live.request.request_id]
-        if reservation.parked:
-            replica.park(live.request.request_id, False)
-        tokens = len(live.request.prompt_ids) + live.journal.next_index
-        if tokens > live.reserved_tokens:
-            block_size = replica.block_size_tokens
-            blocks = -(-tokens // block_size)
-            replica.grow(live.request.request_id, blocks)
-            live.reserved_tokens = blocks * block_size
-
     def _preempted(self, replica: Replica, preempted: Preempted, now_s: float) -> None:
         live = self._live.get(preempted.request_id)
         if live is None or live.replica_id != replica.replica_id or live.journal.attempt != preempted.attempt:
             return
-        replica.park(preempted.request_id, True)
-        live.preemptions += 1
-        urgent, means = preempted.for_request_id is not None, preempted.means
-        self._metrics.preempted(live.priority_class.name, means, for_urgent=urgent)
-        why = f"for {preempted.for_request_id}" if urgent else "the KV pool ran out"
-        live.decided(
-            now_s,
-            "preempted",
-            replica=replica.replica_id,
-            why=f"{why}: {means.value}",
-            blocks_freed=preempted.blocks_freed,
-            tokens_to_recompute=preempted.tokens_to_recompute,
-        )
+        self._dispatcher.preempted(live, replica, preempted, now_s)
 
     def _refused(self, replica: Replica, refusal: Refusal, now_s: float) -> None:
         live = self._live.get(refusal.request_id)
         if live is None or live.replica_id != replica.replica_id or live.journal.attempt != refusal.attempt:
             return
         self._metrics.refused(refusal.reason)
-        replica.backing_off |= refusal.reason in (RefusalReason.FULL, RefusalReason.DRAINING)
+        if refusal.reason in (RefusalReason.FULL, RefusalReason.DRAINING):
+            replica.back_off()
         # An attempt that the replica does not know was lost with a link: no engine died of it.
         lost = refusal.reason is RefusalReason.OVERFLOW
-        self._continue(live, replica, refusal.reason.value, now_s, abort=False, lost=lost)
+        self._continue(live, replica, refusal.reason.value, now_s, abort=False, lost=lost, refused=not lost)
 
-    def _ask_again(self, live: Live, asked: int, now_s: float) -> None:
+    def _ask_again(self, live: Live, now_s: float) -> None:
+        request_id, attempt = live.request.request_id, live.journal.attempt
         assert live.replica_id is not None
-        assert live.journal.attempt is not None
+        assert attempt is not None
         replica = self._fleet[live.replica_id]
-        if asked >= RESEND_ASKS:
-            self._continue(live, replica, "gap", now_s, abort=True)
+        if not replica.link_up:  # it will be asked when the link is up
             return
-        if replica.link_up:
-            self._gaps[live.request.request_id] = (asked + 1, now_s)
-            replica.port.resend_from(live.request.request_id, live.journal.attempt, live.journal.next_index)
+        if self._gaps.ask(request_id, now_s):
+            replica.port.resend_from(request_id, attempt, live.journal.next_index)
+        else:
+            self._continue(live, replica, "gap", now_s, abort=True)
 
     # --- the end ---
 
@@ -428,46 +399,27 @@ class RouterCore:
         """End a request, once: `del` fails for one that is not live. `engine_ended`: there is nothing to abort."""
         request_id, now_s = live.request.request_id, self.clock.monotonic()
         del self._live[request_id]
-        self._unstarted.pop(request_id, None)
-        if request_id in self._queue:
-            self._queue.remove(request_id)
-            self._drain_rates[live.priority_class.name].left(now_s)
+        self._deadlines.forget(request_id)
+        if request_id in self._dispatcher.queue:
+            self._dispatcher.withdraw(live, now_s)
         elif live.replica_id is not None:
             replica, attempt = self._fleet[live.replica_id], live.journal.attempt
             assert attempt is not None
-            self._release(live, replica)
+            self._release(live, replica, now_s, taken_back=False)
             if not engine_ended:
                 replica.abort(request_id, attempt)
+        if outcome is Outcome.FINISHED:
+            self._dispatcher.finished(live, now_s)
         tokens = live.journal.next_index
         ending = Ending(outcome, len(live.request.prompt_ids), tokens, finish, error, retry_after)
         live.stream.end(ending)
         live.count_end(self._metrics, ending, now_s)
-        live.log_end(ending, now_s)
+        self._metrics.served(live.request.tenant, live.served)
+        explanation = live.explain(now_s, ending)
+        self._ended.add(request_id, explanation)
+        log_end(explanation, ending.meaning.log_level)
         if not self._live:
             self._idle.set()
-
-    # --- small reads ---
-
-    def _facts(self, lives: Sequence[Live]) -> RequestFacts:
-        live = lives[0]
-        need = live.need(self._config.expected_output_tokens)
-        return RequestFacts(need, size_bytes(live.request), live.priority_class, len(lives))
-
-    def _admission_view(self, request: Request, now_s: float) -> AdmissionView:
-        charge = self._queue.of_class(request.priority_class)
-        return AdmissionView(
-            draining=self._draining,
-            replicas=self._fleet.views(now_s),
-            ahead_requests=self._queue.at_or_above(request.priority),
-            class_requests=charge.requests,
-            class_bytes=charge.size_bytes,
-            drain_per_s=self._drain_rates[request.priority_class].per_s(now_s),
-        )
-
-    def _retry_after(self, live: Live, now_s: float) -> int:
-        name = live.priority_class.name
-        backlog_s = backlog_seconds(self._queue.of_class(name).requests, self._drain_rates[name].per_s(now_s))
-        return retry_after_s(backlog_s, self._rng)
 
 
 def _drop_stale(delta: TokenDelta, replica: Replica, metrics: RouterMetrics) -> None:

@@ -1,7 +1,7 @@
 """The one form of every error that a client sees.
 
-Owns: `{"error": {message, type, param, code}}` and the exception that carries it to the response. Imports nothing of
-ours.
+Owns: `{"error": {message, type, param, code}}`, the exception that carries it to the response, and the header that says
+why a request was dropped. Imports outcomes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+
+from router.outcomes import Ending
+
+DROPPED_HEADER = "x-llm-d-request-dropped-reason"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -42,6 +46,11 @@ class ApiError(Exception):
 
 def error_json(body: ErrorBody) -> bytes:
     return msgspec.json.encode(ErrorReply(body))
+
+
+def ending_error(ending: Ending) -> ErrorBody:
+    """The error that an ending without success is to a client."""
+    return ErrorBody(ending.message, ending.meaning.error_type, None, ending.meaning.code)
 
 
 def _type_of(status: int) -> str:

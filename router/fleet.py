@@ -1,18 +1,32 @@
-"""The replicas that this router has links to, one incarnation of each.
+"""The replicas that this router has links to, one incarnation of each, and which of them a placement looks at.
 
-Owns: which incarnation counts. Imports the view only. Invariant: per replica id there is at most one, the latest that
-was linked; what an earlier one says is not heard.
+Owns: which incarnation counts, the views that decisions see, and the index that spares looking at all of them. Imports
+the view and routing. Invariants: per replica id there is at most one incarnation, the latest that was linked; what an
+earlier one says is not heard. `place` finds a place where there is one.
+
+Up to SCAN_REPLICAS every replica is looked at for every placement. Of more, two are drawn from those with a free slot,
+and the one that is favoured is added: the better of two drawn is nearly as good as the best of all (Mitzenmacher, "The
+Power of Two Choices in Randomized Load Balancing"). Only where these cannot take the request the others with a free slot
+are looked at, then two drawn from those that run the least urgent work, then all. A request for which there was no place
+anywhere is held against those replicas only that have changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from cluster.config import RouterConfig
 from cluster.ports import ReplicaPort
-from cluster.types import Generation, ReplicaId
+from cluster.types import EngineLoad, Generation, ReplicaId
+from router.routing import NO_FAVOUR, Need, Placement, Pool, choose, pool_of, too_large
 from router.view import Condition, Replica, ReplicaView
+
+SCAN_REPLICAS = 64
+BLOCKED_MAX = 16
+"""Needs that are remembered as having no place, one a priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +49,80 @@ class Old:
     """An incarnation that a later one has replaced."""
 
 
+class IdSet:
+    """Replica ids from which any can be drawn. Equal calls in equal order draw alike."""
+
+    __slots__ = ("_at", "_ids")
+
+    def __init__(self) -> None:
+        self._ids: list[ReplicaId] = []
+        self._at: dict[ReplicaId, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[ReplicaId]:
+        return iter(self._ids)
+
+    def add(self, replica_id: ReplicaId) -> None:
+        if replica_id not in self._at:
+            self._at[replica_id] = len(self._ids)
+            self._ids.append(replica_id)
+
+    def discard(self, replica_id: ReplicaId) -> None:
+        at = self._at.pop(replica_id, None)
+        if at is None:
+            return
+        last = self._ids.pop()
+        if last != replica_id:
+            self._ids[at] = last
+            self._at[last] = at
+
+    def two(self, rng: random.Random) -> tuple[ReplicaId, ...]:
+        """Two different ones, or as many as there are."""
+        count = len(self._ids)
+        if count <= 2:
+            return tuple(self._ids)
+        first, second = int(rng.random() * count), int(rng.random() * (count - 1))
+        return self._ids[first], self._ids[second + (second >= first)]
+
+
+@dataclass(slots=True)
+class _Blocked:
+    """There was no place for this need."""
+
+    need: Need
+    changed: dict[ReplicaId, None] = field(default_factory=dict)
+    """Replicas that have changed since."""
+
+
 class Fleet:
     """The current incarnation of each replica."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._replicas: dict[ReplicaId, Replica] = {}
+        self._changed: dict[ReplicaId, None] = {}
+        """Replicas that the index does not know as they are now."""
+        self._open = IdSet()
+        """Those with a slot that nothing runs in."""
+        self._running: dict[int, IdSet] = {}
+        """By the priority of the least urgent work that runs there."""
+        self._indexed: dict[ReplicaId, tuple[int | None, EngineLoad | None]] = {}
+        """Under which priority each stands in `_running`, and the load of which `_pools` counts the size."""
+        self._pools: Counter[Pool] = Counter()
+        """How many replicas have each size."""
+        self._blocked: dict[int, _Blocked] = {}
+        self._found: tuple[Need, float, Mapping[ReplicaId, float], Placement] | None = None
+        """What was asked last and its answer, until anything changes: admission asks, and then dispatch does."""
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
 
     def __getitem__(self, replica_id: ReplicaId) -> Replica:
         return self._replicas[replica_id]
+
+    # --- who is there ---
 
     def current(self, replica_id: ReplicaId, generation: Generation) -> Replica | None:
         """That incarnation, if it is the current one."""
@@ -61,13 +137,14 @@ class Fleet:
             return Known(replica)
         if replica is not None and port.generation.number < replica.generation.number:
             return Old()
-        new = self._replicas[port.replica_id] = Replica(port, now_s)
+        new = self._replicas[port.replica_id] = Replica(port, now_s, self._changed)
         return New(new, replica)
 
     def forget(self, replica: Replica) -> None:
         """It is gone for good; one that has been replaced is forgotten already."""
         if self._replicas.get(replica.replica_id) is replica:
             del self._replicas[replica.replica_id]
+            self._changed[replica.replica_id] = None
 
     def views(self, now_s: float) -> list[ReplicaView]:
         return [replica.view(self._config, now_s) for replica in self]
@@ -75,3 +152,103 @@ class Fleet:
     def fenced(self, now_s: float) -> list[Replica]:
         """Those whose work must go on elsewhere."""
         return [r for r in self if r.reservations and r.condition(self._config, now_s) is Condition.FENCED]
+
+    def routable(self, now_s: float) -> bool:
+        """Whether new work can be sent to any."""
+        return any(r.condition(self._config, now_s) is Condition.ROUTABLE for r in self)
+
+    def leaving(self, now_s: float) -> bool:
+        """Whether none takes work or may come back to taking it."""
+        return all(r.condition(self._config, now_s) is Condition.DRAINING for r in self)
+
+    # --- where work goes ---
+
+    def too_large(self, need: Need) -> bool:
+        """Whether some pool sizes are known and not one of them could ever hold it. Nothing known says nothing."""
+        self._refresh()
+        return too_large(need, self._pools)
+
+    def place(
+        self, need: Need, now_s: float, rng: random.Random, favour: Mapping[ReplicaId, float] = NO_FAVOUR
+    ) -> Placement | None:
+        """Where `need` goes now, by `routing.choose`; None where no replica has a place for it."""
+        self._refresh()
+        if self._found is not None and self._found[:3] == (need, now_s, favour):
+            return self._found[3]
+        blocked = self._blocked.get(need.priority)
+        if blocked is not None and blocked.need.implies(need):
+            placement = choose(need, self._views_of(blocked.changed, now_s), rng, favour)
+            if need.implies(blocked.need):
+                blocked.changed.clear()
+        elif len(self._replicas) <= SCAN_REPLICAS:
+            placement = choose(need, self.views(now_s), rng, favour)
+        else:
+            placement = self._drawn(need, now_s, rng, favour)
+        if placement is not None:
+            self._blocked.pop(need.priority, None)
+            self._found = (need, now_s, favour, placement)
+        elif blocked is None or not blocked.need.implies(need):
+            if len(self._blocked) >= BLOCKED_MAX:
+                self._blocked.clear()
+            self._blocked[need.priority] = _Blocked(need)
+        return placement
+
+    def _drawn(
+        self, need: Need, now_s: float, rng: random.Random, favour: Mapping[ReplicaId, float]
+    ) -> Placement | None:
+        drawn = dict.fromkeys((*self._open.two(rng), *favour))
+        placement = choose(need, self._views_of(drawn, now_s), rng, favour)
+        if placement is not None and placement.free:
+            return placement
+        placement = choose(need, self._views_of(self._open, now_s), rng, favour)
+        if placement is not None:
+            return placement
+        for priority in sorted(p for p in self._running if p < need.priority):
+            placement = choose(need, self._views_of(self._running[priority].two(rng), now_s), rng, favour)
+            if placement is not None:
+                return placement
+        return choose(need, self.views(now_s), rng, favour)
+
+    def _views_of(self, replica_ids: Iterable[ReplicaId], now_s: float) -> list[ReplicaView]:
+        replicas = self._replicas
+        return [replicas[i].view(self._config, now_s) for i in replica_ids if i in replicas]
+
+    def _refresh(self) -> None:
+        """Bring the index up to what has changed."""
+        if not self._changed:
+            return
+        for blocked in self._blocked.values():
+            blocked.changed.update(self._changed)
+        for replica_id in self._changed:
+            self._drop(replica_id)
+            replica = self._replicas.get(replica_id)
+            if replica is not None and replica.report is not None:
+                self._index(replica, replica.report.load)
+        self._changed.clear()
+        self._found = None
+
+    def _drop(self, replica_id: ReplicaId) -> None:
+        self._open.discard(replica_id)
+        lowest, load = self._indexed.pop(replica_id, (None, None))
+        if lowest is not None:
+            self._running[lowest].discard(replica_id)
+            if not len(self._running[lowest]):
+                del self._running[lowest]
+        if load is not None:
+            pool = pool_of(load)
+            self._pools[pool] -= 1
+            if not self._pools[pool]:
+                del self._pools[pool]
+
+    def _index(self, replica: Replica, load: EngineLoad) -> None:
+        slots_taken, lowest = 0, None
+        for level in (*load.running, *replica.unreported()):
+            slots_taken += level.requests
+            if lowest is None or level.priority < lowest:
+                lowest = level.priority
+        if slots_taken < load.slots_total:
+            self._open.add(replica.replica_id)
+        if lowest is not None:
+            self._running.setdefault(lowest, IdSet()).add(replica.replica_id)
+        self._indexed[replica.replica_id] = (lowest, load)
+        self._pools[pool_of(load)] += 1

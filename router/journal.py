@@ -116,6 +116,26 @@ class Journal:
         """The current attempt is over: whatever it still says is stale."""
         self._attempt = None
 
+    def take_next(self, delta: TokenDelta, below: int) -> bool:
+        """Journal a delta that is what almost all are: the one next token of the open attempt, unscored, no end and at an
+        index below `below`. False: nothing was taken, and `accept` judges it."""
+        emitted = self._emitted
+        have = len(emitted)
+        if (
+            have >= below
+            or have >= self._max_tokens
+            or delta.index != have
+            or delta.attempt != self._attempt
+            or delta.finish is not None
+            or len(delta.token_ids) != 1
+            or len(delta.pieces) != 1
+            or self._scored
+            or self._awaited_prompt
+        ):
+            return False
+        emitted.append(delta.token_ids[0])
+        return True
+
     def accept(self, delta: TokenDelta) -> Accepted | Stale | Repeat | Gap | Broken:
         """Judge a delta, and journal what is new in it."""
         if delta.attempt != self._attempt:
@@ -161,7 +181,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     event: str
     replica: str = ""
     why: str = ""
-    numbers: dict[str, int] = {}  # msgspec copies it for each instance
+    numbers: dict[str, float] = {}  # msgspec copies it for each instance
 
 
 class DecisionLog:

@@ -1,23 +1,31 @@
 """One request from its admission to its end, as the core keeps it.
 
-Owns: the parts of a live request, what it asks of a replica, and the one line that is logged when it ends. Imports no
-transport and no web. Invariant: a live request is either queued (`replica_id` is None) or open on one replica.
+Owns: the parts of a live request, what it asks of a replica and of the queue, and the one line that is logged when it
+ends. Imports no transport and no web. Invariant: a live request is either queued (`replica_id` is None) or open on one
+replica.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
-from cluster.config import PriorityClass
+from cluster.config import PriorityClass, RouterConfig
 from cluster.types import Outcome, ReplicaId, Request
+from router.affinity import keys_of
+from router.explain import Explanation
+from router.fairness import TenantBand
 from router.journal import Decision, DecisionLog, Journal
 from router.metrics_sink import RouterMetrics
 from router.outcomes import Ending
 from router.queue import Waiting
 from router.routing import Need
 from router.stream import LOGPROB_BYTES, TOP_BYTES, Stream
+from router.terms import Terms
 
 BYTES_PER_TOKEN = 36
 """A token id in a tuple: a pointer and an integer object."""
@@ -29,35 +37,87 @@ BYTES_PER_BIAS = 112
 _log = logging.getLogger("forebay.requests")
 
 
+class Account(NamedTuple):
+    """Where a request's tokens are counted."""
+
+    priority_class: str
+    band: TenantBand
+    tenant: str
+
+
 class Live:
     """State of one request that has been submitted and has not ended. All times are of the router's monotonic clock."""
 
     __slots__ = (
         "_decisions",
+        "account",
+        "affinity_keys",
         "arrived_s",
+        "band",
+        "continued",
         "dispatched_s",
+        "drained",
         "first_token_s",
         "journal",
         "losses",
+        "output_weight",
         "preemptions",
         "priority_class",
+        "prompt_charge",
+        "prompt_charged",
+        "queued_s",
+        "rank",
         "replica_id",
         "request",
         "reserved_tokens",
+        "sent_s",
+        "steady_below",
         "stream",
+        "terms",
     )
 
-    def __init__(self, request: Request, priority_class: PriorityClass, stream: Stream, arrived_s: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        priority_class: PriorityClass,
+        stream: Stream,
+        arrived_s: float,
+        config: RouterConfig,
+        terms: Terms,
+        rank: float,
+        band: TenantBand,
+    ) -> None:
+        """`rank`: where it stands among its tenant's own in its `band`."""
         self.request = request
         self.priority_class = priority_class
         self.stream = stream
+        self.band = band
+        self.account = Account(priority_class.name, band, request.tenant)
+        self.terms = terms
+        self.rank = rank
         self.journal = Journal(request)
         self.arrived_s = arrived_s
         self.dispatched_s: float | None = None
+        self.sent_s: float | None = None
+        """When the attempt that is open was sent out, or the last one that was."""
+        self.queued_s = arrived_s
+        """When it began to wait, for its first token or since it went on last."""
         self.first_token_s: float | None = None
+        self.prompt_charge = config.prompt_token_weight * len(request.prompt_ids)
+        self.output_weight = config.output_token_weight
+        self.prompt_charged = False
+        """Its tenant has been charged for the prompt; until the first token that may be taken back."""
+        self.drained = 0
+        """Service that its last dispatch was counted as, where it had waited for it."""
+        self.continued = False
+        """An attempt that could have given tokens was lost: it goes on before new work of its band."""
+        self.affinity_keys = keys_of(request, terms.session)
         self.replica_id: ReplicaId | None = None
         self.reserved_tokens = 0
         """Tokens that the reservation's blocks hold; beyond them it must grow."""
+        self.steady_below = 0
+        """Output tokens below which the next one changes nothing but counts: it runs, has had a token of its open attempt,
+        misses none, and its reservation holds them."""
         self.losses = 0
         """Engines that this request was lost with."""
         self.preemptions = 0
@@ -68,9 +128,13 @@ class Live:
         """What it asks of a replica now. It will make what it has stated, or where it stated nothing, or has made that
         already, `expected_output_tokens` more: no fewer for what has come already."""
         prompt, output_max = len(self.request.prompt_ids), self.request.sampling.max_tokens
+        return Need(
+            self.request.priority, prompt + self._output(expected_output_tokens), prompt + output_max, self.arrived_s
+        )
+
+    def _output(self, expected_output_tokens: int) -> int:
         made, stated = self.journal.next_index, self.request.stated_output_tokens or 0
-        output = min(output_max, stated if stated > made else made + expected_output_tokens)
-        return Need(self.request.priority, prompt + output, prompt + output_max)
+        return min(self.request.sampling.max_tokens, stated if stated > made else made + expected_output_tokens)
 
     def to_send(self) -> Request:
         """The request as its next attempt is told it: with what has come so far, which is not asked for again."""
@@ -82,19 +146,52 @@ class Live:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(request, emitted_ids=journal.emitted_ids, sampling=sampling)
 
-    def waiting(self) -> Waiting:
-        """Its key in the queue, the same at every return but for the bytes of what it has emitted."""
+    def service(self, expected_output_tokens: int) -> int:
+        """What serving it from here on is expected to take, by what `need` expects."""
+        to_come = max(0, self._output(expected_output_tokens) - self.journal.next_index)
+        return round((0.0 if self.prompt_charged else self.prompt_charge) + self.output_weight * to_come)
+
+    @property
+    def served(self) -> float:
+        """Service that it has had."""
+        prompt = self.prompt_charge if self.prompt_charged else 0.0
+        return prompt + self.output_weight * self.journal.next_index
+
+    def waiting(self, expected_output_tokens: int) -> Waiting:
+        """Its key in the queue, the same place at every return; what it is charged follows what it has emitted."""
         return Waiting(
             request_id=self.request.request_id,
             priority=self.request.priority,
             priority_class=self.priority_class.name,
             arrived_unix_s=self.request.arrived_unix_s,
             size_bytes=size_bytes(self.request, self.journal.next_index),
+            tenant=self.request.tenant,
+            rank=self.rank,
+            continued=self.continued,
+            service=self.service(expected_output_tokens),
+            since_s=self.queued_s,
         )
 
-    def decided(self, now_s: float, event: str, *, replica: str = "", why: str = "", **numbers: int) -> None:
+    def deadlines_s(self, now_s: float, max_queue_s: float) -> tuple[float, float]:
+        """When it must have left the queue, beginning to wait now, and when it must have ended."""
+        terms = self.terms
+        start_by_s = now_s + (self.priority_class.longest_wait_s or max_queue_s)
+        if self.first_token_s is None and terms.ttft_slo_s is not None:
+            start_by_s = min(start_by_s, self.arrived_s + terms.ttft_slo_s)
+        return start_by_s, math.inf if terms.timeout_s is None else self.arrived_s + terms.timeout_s
+
+    def decided(
+        self,
+        now_s: float,
+        event: str,
+        figures: Mapping[str, float] | None = None,
+        *,
+        replica: str = "",
+        why: str = "",
+        **numbers: float,
+    ) -> None:
         at_ms = round((now_s - self.arrived_s) * 1000)
-        self._decisions.add(Decision(at_ms, event, replica, why, numbers))
+        self._decisions.add(Decision(at_ms, event, replica, why, {**(figures or {}), **numbers}))
 
     def count_end(self, metrics: RouterMetrics, ending: Ending, now_s: float) -> None:
         """Say to the metrics how it ended and how it went."""
@@ -108,50 +205,43 @@ class Live:
         if stated is not None:
             metrics.stated(name, tokens / stated)
 
-    def log_end(self, ending: Ending, now_s: float) -> None:
-        """Write the request's one line: what became of it and what was decided on the way, never what it said."""
-        level = ending.meaning.log_level
-        if not _log.isEnabledFor(level):
-            return
-        line = _EndLine(
+    def explain(self, now_s: float, ending: Ending | None = None) -> Explanation:
+        """What was decided about it until now, or until the end that it came to."""
+        ended, running = ending is not None, self.replica_id is not None
+        return Explanation(
             request_id=self.request.request_id,
-            outcome=ending.outcome.value,
-            finish=ending.finish.value if ending.finish is not None else None,
+            tenant=self.request.tenant,
             priority_class=self.priority_class.name,
             priority=self.request.priority,
-            prompt_tokens=ending.prompt_tokens,
-            output_tokens=ending.completion_tokens,
+            state="ended" if ended else "running" if running else "queued",
+            outcome=ending.outcome.value if ending is not None else None,
+            finish=ending.finish.value if ending is not None and ending.finish is not None else None,
+            prompt_tokens=len(self.request.prompt_ids),
+            output_tokens=self.journal.next_index,
             attempts=self.journal.attempts,
             preemptions=self.preemptions,
+            replica=self.replica_id or "",
+            age_ms=round((now_s - self.arrived_s) * 1000),
             queue_wait_ms=self._since_arrival_ms(self.dispatched_s),
             ttft_ms=self._since_arrival_ms(self.first_token_s),
-            e2e_ms=self._since_arrival_ms(now_s),
-            error=ending.error,
+            error=ending.error if ending is not None else "",
             decisions=self._decisions.decisions,
             decisions_left_out=self._decisions.left_out,
         )
-        _log.log(level, "%s", msgspec.json.encode(line).decode())
 
     def _since_arrival_ms(self, at_s: float | None) -> int | None:
         return None if at_s is None else round((at_s - self.arrived_s) * 1000)
 
 
-class _EndLine(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event", tag="request_ended"):
-    request_id: str
-    outcome: str
-    finish: str | None = None
-    priority_class: str
-    priority: int
-    prompt_tokens: int
-    output_tokens: int
-    attempts: int
-    preemptions: int = 0
-    queue_wait_ms: int | None = None
-    ttft_ms: int | None = None
-    e2e_ms: int | None
-    error: str = ""
-    decisions: tuple[Decision, ...]
-    decisions_left_out: int = 0
+class _EndLine(Explanation, frozen=True, kw_only=True, omit_defaults=True, tag_field="event", tag="request_ended"):
+    """An explanation, as the log has it."""
+
+
+def log_end(explanation: Explanation, level: int) -> None:
+    """Write the request's one line: what became of it and what was decided on the way, never what it said."""
+    if _log.isEnabledFor(level):
+        line = _EndLine(**msgspec.structs.asdict(explanation))
+        _log.log(level, "%s", msgspec.json.encode(line).decode())
 
 
 def size_bytes(request: Request, emitted_tokens: int = 0) -> int:

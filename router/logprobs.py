@@ -70,8 +70,10 @@ class Alignment:
         ending = batch.ending
         finished = ending is not None and ending.outcome is Outcome.FINISHED
         entries: list[Entry] = []
-        if self._prompt_ids and (batch.scores or finished):
-            entries = self._prompt(chain.from_iterable(scores.prompt_logprobs for scores in batch.scores))
+        prompt = tuple(chain.from_iterable(scores.prompt_logprobs for scores in batch.scores))
+        # Of a prompt that an engine failed on nothing has come.
+        if self._prompt_ids and (finished or (batch.scores and len(prompt) == len(self._prompt_ids) - 1)):
+            entries = self._prompt(prompt)
             self._prompt_ids = ()
         scored = [pair for s in batch.scores for pair in zip(s.token_ids, s.logprobs, strict=True)]
         if ending is not None and ending.finish is FinishReason.STOP and scored and scored[-1][0] in self._end_ids:

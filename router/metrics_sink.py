@@ -50,7 +50,12 @@ class RouterMetrics:
         self._e2e, self._queue_wait = histogram(names.E2E), histogram(names.QUEUE_WAIT)
         self._tokens_out, self._tokens_in = counter(names.TOKENS_OUT), counter(names.TOKENS_IN)
         self._queued, self._queued_bytes = gauge(names.QUEUED), gauge(names.QUEUED_BYTES)
+        self._queued_service, self._drain = gauge(names.QUEUED_SERVICE), gauge(names.DRAIN)
         self._in_flight = gauge(names.IN_FLIGHT)
+        self._shared = counter(names.SHARED)
+        self._served = counter(names.SERVED)
+        self._served_others = self._served.labels(names.OTHER_TENANTS)
+        self._served_to: dict[str, Counter] = {}
         self._preemptions, self._continued = counter(names.PREEMPTIONS), counter(names.CONTINUED)
         self._request_preemptions = histogram(names.PREEMPTIONS_PER_REQUEST, PREEMPTION_BUCKETS)
         self._over_stated = histogram(names.OUTPUT_OVER_STATED, RATIO_BUCKETS)
@@ -62,6 +67,10 @@ class RouterMetrics:
         self._replicas_shown: dict[ReplicaId, EngineLoad] = {}
         """With the load that was last seen, from which totals have been counted on."""
         self._tokens_out_of: dict[str, Counter] = {}
+
+    def name_tenants(self, tenants: Iterable[str]) -> None:
+        """Show these by their names; all others are one."""
+        self._served_to = {tenant: self._served.labels(tenant) for tenant in tenants}
 
     def accepted(self, priority_class: str, prompt_tokens: int) -> None:
         self._tokens_in.labels(priority_class).inc(prompt_tokens)
@@ -108,10 +117,29 @@ class RouterMetrics:
     def refused(self, reason: RefusalReason) -> None:
         self._refusals.labels(reason.value).inc()
 
-    def class_load(self, priority_class: str, *, queued: int, queued_bytes: int, in_flight: int) -> None:
+    def shared(self, priority_class: str) -> None:
+        self._shared.labels(priority_class).inc()
+
+    def served(self, tenant: str, service: float) -> None:
+        self._served_to.get(tenant, self._served_others).inc(service)
+
+    def class_load(
+        self,
+        priority_class: str,
+        *,
+        queued: int,
+        queued_bytes: int,
+        queued_service: int,
+        in_flight: int,
+        drain_per_s: float | None,
+    ) -> None:
+        """A drain that has not been measured is not shown."""
         self._queued.labels(priority_class).set(queued)
         self._queued_bytes.labels(priority_class).set(queued_bytes)
+        self._queued_service.labels(priority_class).set(queued_service)
         self._in_flight.labels(priority_class).set(in_flight)
+        if drain_per_s is not None:
+            self._drain.labels(priority_class).set(drain_per_s)
 
     def replicas(self, views: Iterable[ReplicaView]) -> None:
         """Show these replicas and no others: one that is gone leaves no series behind."""
@@ -124,6 +152,8 @@ class RouterMetrics:
                 continue
             before = self._replicas_shown.get(view.replica_id)
             shown[view.replica_id] = load
+            if load == before:
+                continue
             for gauge, figure in self._replica_gauges:
                 gauge.labels(view.replica_id).set(figure(load))
             for total, figure in self._replica_totals:

@@ -38,6 +38,22 @@ MEANINGS: dict[Outcome, Meaning] = {
         logging.WARNING,
         "rejected-saturated",
     ),
+    Outcome.REJECTED_WAIT: Meaning(
+        429,
+        "rate_limit_error",
+        "wait_too_long",
+        "This priority class has more work than it can begin within its longest wait; try again later.",
+        logging.WARNING,
+        "rejected-saturated",
+    ),
+    Outcome.REJECTED_DEADLINE: Meaning(
+        429,
+        "rate_limit_error",
+        "deadline_unreachable",
+        "The request cannot be served within the times that it asks for; allow more time or try again later.",
+        logging.WARNING,
+        "rejected-saturated",
+    ),
     Outcome.REJECTED_NO_REPLICA: Meaning(
         503,
         "server_error",
@@ -68,6 +84,14 @@ MEANINGS: dict[Outcome, Meaning] = {
         "The request waited longer than the queue allows; try again later.",
         logging.WARNING,
         "rejected-ttl-expired",
+    ),
+    Outcome.TIMED_OUT: Meaning(
+        504,
+        "server_error",
+        "timed_out",
+        "The time limit of the request passed before it had finished.",
+        logging.WARNING,
+        "evicted",
     ),
     Outcome.REPLICA_LOST: Meaning(
         500,

@@ -7,12 +7,13 @@ made once per choice; each choice has one finish reason, and the prompt is count
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from cluster.types import FinishReason, Outcome
-from router.errors import ErrorBody, error_json
+from router.answers import ChatChoice, ChatCompletion, ChatMessage, Completion, Finish, TextChoice, Usage
+from router.errors import ending_error, error_json
 from router.logprobs import Alignment, ChatLogprobs, Entry, TextLogprobs, Vocabulary
 from router.openai import Api, Prepared
 from router.outcomes import Ending
@@ -21,42 +22,6 @@ from router.stream import Batch
 DONE = b"data: [DONE]\n\n"
 
 _NO_ENTRIES: list[Entry] = []
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class _ChatMessage(msgspec.Struct, frozen=True):
-    role: str
-    content: str
-    refusal: None = None
-
-
-class _ChatChoice(msgspec.Struct, frozen=True):
-    index: int
-    message: _ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-
-
-class _TextChoice(msgspec.Struct, frozen=True):
-    index: int
-    text: str
-    logprobs: TextLogprobs | None
-    finish_reason: str
-
-
-class _Whole(msgspec.Struct, frozen=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    service_tier: str
-    choices: tuple[_ChatChoice | _TextChoice, ...] | tuple[()]
-    usage: Usage
 
 
 class _Choice:
@@ -151,6 +116,14 @@ class ReplyWriter:
         reason = b',"logprobs":null,"finish_reason":"' + _finish_reason(ending).encode() + b'"}'
         return piece + self._chunk(index, empty + reason)
 
+    def plain(self) -> Callable[[str], bytes] | None:
+        """What makes a chunk of a piece of text, where that is all that `events` would do: of one choice that says no
+        more than its text."""
+        if len(self._choices) != 1 or not self._choices[0].plain:
+            return None
+        encode, head, tail = self._encode, self._choices[0].head, self._plain_tail
+        return lambda text: head + encode(text) + tail
+
     def closing(self) -> bytes:
         """What closes a stream of which every choice finished: the usage if it was asked for, and the end mark."""
         if not self._include_usage:
@@ -175,21 +148,25 @@ class ReplyWriter:
 
     def whole(self) -> bytes:
         """The JSON body of an answer that is not streamed, of which every choice finished."""
-        kind = "chat.completion" if self._api is Api.CHAT else "text_completion"
-        choices = tuple(self._whole_choice(index, choice) for index, choice in enumerate(self._choices))
-        usage = self._usage()
-        return self._encode(
-            _Whole(self._request.request_id, kind, self._created, self._model, self._service_tier, choices, usage)
-        )
-
-    def _whole_choice(self, index: int, choice: _Choice) -> _ChatChoice | _TextChoice:
-        assert choice.ending is not None
-        text, finish = "".join(choice.texts), _finish_reason(choice.ending)
+        request_id, tier, usage = self._request.request_id, self._service_tier, self._usage()
+        created, model = self._created, self._model
+        answer: ChatCompletion | Completion
         if self._api is Api.CHAT:
-            chat = self._vocabulary.chat(choice.entries) if self.scored else None
-            return _ChatChoice(index, _ChatMessage("assistant", text), chat, finish)
-        scored = self._vocabulary.completion(choice.entries) if self.scored else None
-        return _TextChoice(index, text, scored, finish)
+            chat = tuple(self._chat_choice(index, choice) for index, choice in enumerate(self._choices))
+            answer = ChatCompletion(request_id, "chat.completion", created, model, tier, chat, usage)
+        else:
+            text = tuple(self._text_choice(index, choice) for index, choice in enumerate(self._choices))
+            answer = Completion(request_id, "text_completion", created, model, tier, text, usage)
+        return self._encode(answer)
+
+    def _chat_choice(self, index: int, choice: _Choice) -> ChatChoice:
+        message = ChatMessage("assistant", "".join(choice.texts))
+        logprobs = self._vocabulary.chat(choice.entries) if self.scored else None
+        return ChatChoice(index, message, logprobs, _finish_reason(choice.ending))
+
+    def _text_choice(self, index: int, choice: _Choice) -> TextChoice:
+        logprobs = self._vocabulary.completion(choice.entries) if self.scored else None
+        return TextChoice(index, "".join(choice.texts), logprobs, _finish_reason(choice.ending))
 
     # --- both ---
 
@@ -202,11 +179,7 @@ class ReplyWriter:
         return Usage(prompt, completion, prompt + completion)
 
 
-def ending_error(ending: Ending) -> ErrorBody:
-    """The error that an ending without success is to a client."""
-    return ErrorBody(ending.message, ending.meaning.error_type, None, ending.meaning.code)
-
-
-def _finish_reason(ending: Ending) -> str:
+def _finish_reason(ending: Ending | None) -> Finish:
+    assert ending is not None
     assert ending.finish in (FinishReason.STOP, FinishReason.LENGTH), ending
-    return ending.finish.value
+    return "stop" if ending.finish is FinishReason.STOP else "length"

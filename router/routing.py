@@ -1,8 +1,8 @@
 """The choice of a replica for one request: filter, score, pick.
 
 Owns: that decision and the arithmetic of free capacity and of victims. Pure: it reads views and returns a value;
-chance is an argument. Invariants: what is placed is sent to a routable replica that could hold all of it; victims are
-strictly lower in priority, and none is counted for two.
+chance is an argument. Which replicas are looked at is `fleet`'s. Invariants: what is placed is sent to a routable
+replica that could hold all of it; victims are strictly lower in priority, and none is counted for two.
 
 Capacity as work of priority p sees it on one replica:
 - slots in use: what runs, what this router has sent and the report does not count yet, and what waits there at
@@ -10,14 +10,17 @@ Capacity as work of priority p sees it on one replica:
 - blocks in use: the larger of what the report says (with the unreported added) and what this router predicts for its
   own attempts, since a report counts a prompt only as it is filled; of work below p only what may be running.
 What is in use below p can always be taken, from what runs and, cheaper, from what waits there paused and has kept its
-blocks: lower work alone never keeps p from a replica that could hold it.
+blocks: lower work alone never keeps p from a replica that could hold it. The one exception is work that a minimum share
+sent out ahead of what waited then (`SharedLoad`): who had arrived by then stands behind it and cannot take its place.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.types import EngineLoad, ReplicaId
 from router.view import Condition, ReplicaView
@@ -32,12 +35,31 @@ class Need:
     """Prompt and the output that is expected: what is reserved."""
     tokens_max: int
     """Prompt and all output that it may have: what a replica must be able to hold at all."""
+    arrived_s: float = math.inf
+    """Monotonic. Later than that, and no work was sent out past it."""
 
     def blocks(self, block_size_tokens: int) -> int:
         return -(-self.tokens // block_size_tokens)
 
     def blocks_max(self, block_size_tokens: int) -> int:
         return -(-self.tokens_max // block_size_tokens)
+
+    def implies(self, other: Need) -> bool:
+        """Whether no replica that has no place for this one has a place for `other`."""
+        return (
+            other.priority <= self.priority
+            and other.tokens >= self.tokens
+            and other.tokens_max >= self.tokens_max
+            and other.arrived_s <= self.arrived_s
+        )
+
+
+class Pool(NamedTuple):
+    """What a replica has when it is empty."""
+
+    slots_total: int
+    blocks_total: int
+    block_size_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,10 @@ class Placement:
     replica_id: ReplicaId
     blocks: int
     victims: int = 0
+    score: float = field(default=0.0, compare=False)
+    """How full it will be, less what it is favoured by: the least was taken."""
+    free: bool = field(default=True, compare=False)
+    """Nothing there has to give way, neither what runs nor what paused work has kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,46 +84,75 @@ class _Level:
     blocks: int
 
 
-def choose(need: Need, views: Sequence[ReplicaView], rng: random.Random) -> Placement | None:
+NO_FAVOUR: Mapping[ReplicaId, float] = {}
+
+
+def choose(
+    need: Need, views: Sequence[ReplicaView], rng: random.Random, favour: Mapping[ReplicaId, float] = NO_FAVOUR
+) -> Placement | None:
     """Where `need` goes now, or None: it stays queued.
 
     A replica that holds it freely is preferred, the least loaded first. Otherwise the one whose strictly lower running
     work makes room: fewest victims, then the least urgent ones, then the least loaded. Ties are drawn from `rng`.
+
+    Args:
+        favour: By how much fuller, in parts of its capacity, a replica counts as no more loaded.
     """
-    candidates = [(v, v.load) for v in views if v.condition is Condition.ROUTABLE and v.load is not None]
-    candidates = [(v, load) for v, load in candidates if _could_hold(need, load)]
-    free = [(_fraction(need, v, load), v, load) for v, load in candidates if _fits(need, v, load)]
+    candidates: list[tuple[ReplicaView, EngineLoad, int, int]] = []
+    free: list[tuple[float, ReplicaId, EngineLoad]] = []
+    for view in views:
+        load = view.load
+        if load is None or view.condition is not Condition.ROUTABLE or not _could_hold(need, load):
+            continue
+        slots = _slots_used(need, view, load) + 1
+        blocks = _blocks_used(need, view, load) + need.blocks(load.block_size_tokens)
+        if slots <= load.slots_total and blocks <= load.blocks_total:
+            score = _fraction(need, load, slots, blocks) - favour.get(view.replica_id, 0.0)
+            free.append((score, view.replica_id, load))
+        candidates.append((view, load, slots, blocks))
     if free:
-        least = min(fraction for fraction, _, _ in free)
-        ties = sorted((v.replica_id, load) for fraction, v, load in free if fraction == least)
+        least = min(score for score, _, _ in free)
+        ties = sorted((replica_id, load) for score, replica_id, load in free if score == least)
         replica_id, load = ties[0] if len(ties) == 1 else rng.choice(ties)
-        return Placement(replica_id, need.blocks(load.block_size_tokens))
+        return Placement(replica_id, need.blocks(load.block_size_tokens), score=least)
     costs: list[tuple[tuple[int, int, float], ReplicaId, EngineLoad]] = []
-    for view, load in candidates:
+    for view, load, slots, blocks in candidates:
         plan = _victims(need, view, load)
         if plan is not None:
-            costs.append(((*plan, _fraction(need, view, load)), view.replica_id, load))
+            score = _fraction(need, load, slots, blocks) - favour.get(view.replica_id, 0.0)
+            costs.append(((*plan, score), view.replica_id, load))
     if not costs:
         return None
     cheapest = min(cost for cost, _, _ in costs)
     chosen = sorted((replica_id, load) for cost, replica_id, load in costs if cost == cheapest)
     replica_id, load = chosen[0] if len(chosen) == 1 else rng.choice(chosen)
-    return Placement(replica_id, need.blocks(load.block_size_tokens), victims=cheapest[0])
+    victims, _, score = cheapest
+    return Placement(replica_id, need.blocks(load.block_size_tokens), victims=victims, score=score, free=False)
 
 
-def too_large(need: Need, views: Sequence[ReplicaView]) -> bool:
+def too_large(need: Need, pools: Collection[Pool]) -> bool:
     """Whether some pool sizes are known and not one of them could ever hold it. Nothing known says nothing."""
-    loads = [v.load for v in views if v.load is not None]
-    return bool(loads) and not any(_could_hold(need, load) for load in loads)
+    return bool(pools) and not any(_could_hold(need, pool) for pool in pools)
 
 
-def _could_hold(need: Need, load: EngineLoad) -> bool:
-    return load.slots_total > 0 and need.blocks_max(load.block_size_tokens) <= load.blocks_total
+def pool_of(load: EngineLoad) -> Pool:
+    return Pool(load.slots_total, load.blocks_total, load.block_size_tokens)
+
+
+def _could_hold(need: Need, pool: Pool | EngineLoad) -> bool:
+    return pool.slots_total > 0 and need.blocks_max(pool.block_size_tokens) <= pool.blocks_total
 
 
 def _slots_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
-    running = sum(level.requests for level in load.running) + sum(level.requests for level in view.unreported)
-    return running + sum(level.requests for level in load.waiting if level.priority >= need.priority)
+    slots = 0
+    for level in load.running:  # plain loops: this runs for every replica that is looked at
+        slots += level.requests
+    for level in view.unreported:
+        slots += level.requests
+    for level in load.waiting:
+        if level.priority >= need.priority:
+            slots += level.requests
+    return slots
 
 
 def _blocks_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
@@ -119,19 +174,13 @@ def _blocks_predicted(need: Need, view: ReplicaView, load: EngineLoad) -> int:
     return predicted
 
 
-def _fits(need: Need, view: ReplicaView, load: EngineLoad) -> bool:
-    slots = _slots_used(need, view, load) + 1
-    blocks = _blocks_used(need, view, load) + need.blocks(load.block_size_tokens)
-    return slots <= load.slots_total and blocks <= load.blocks_total
-
-
-def _fraction(need: Need, view: ReplicaView, load: EngineLoad) -> float:
+def _fraction(need: Need, load: EngineLoad, slots: int, blocks: int) -> float:
     """How full the replica would be: of its slots or its blocks, whichever is fuller. Parked work of any priority
     counts, so that of two with a free slot the one without a backlog is taken."""
-    parked = sum(level.requests for level in load.waiting if level.priority < need.priority)
-    slots = (_slots_used(need, view, load) + parked + 1) / load.slots_total
-    blocks = (_blocks_used(need, view, load) + need.blocks(load.block_size_tokens)) / load.blocks_total
-    return max(slots, blocks)
+    for level in load.waiting:
+        if level.priority < need.priority:
+            slots += level.requests
+    return max(slots / load.slots_total, blocks / load.blocks_total)
 
 
 def _victims(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int] | None:
@@ -141,7 +190,7 @@ def _victims(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int]
     the bottom up; the difference is this request's own. What lower work has kept while it is paused goes before
     anybody who runs, and is nobody's place.
     """
-    levels = _preemptible(need.priority, view, load)
+    levels = _preemptible(need, view, load)
     slots_over = _slots_used(need, view, load) - load.slots_total
     kept = sum(level.blocks for level in load.waiting if level.priority < need.priority)
     blocks_over = max(_blocks_reported(view, load) - kept, _blocks_predicted(need, view, load)) - load.blocks_total
@@ -152,15 +201,20 @@ def _victims(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int]
     return after[0] - before[0], after[1]
 
 
-def _preemptible(priority: int, view: ReplicaView, load: EngineLoad) -> list[_Level]:
+def _preemptible(need: Need, view: ReplicaView, load: EngineLoad) -> list[_Level]:
     """Lower running work by priority, least urgent first; blocks by the same measure as `_blocks_used` counts them."""
     requests: dict[int, int] = {}
     blocks: dict[int, int] = {}
     for level in (*load.running, *view.unreported):
         requests[level.priority] = requests.get(level.priority, 0) + level.requests
         blocks[level.priority] = blocks.get(level.priority, 0) + level.blocks
-    own = {o.priority: o.active_blocks for o in view.own}
-    return [_Level(p, requests[p], max(blocks[p], own.get(p, 0))) for p in sorted(requests) if p < priority]
+    for own in view.own:
+        blocks[own.priority] = max(blocks.get(own.priority, 0), own.active_blocks)
+    for shared in view.shared:
+        if need.arrived_s <= shared.since_s and shared.priority in requests:
+            requests[shared.priority] -= shared.requests
+            blocks[shared.priority] = max(0, blocks[shared.priority] - shared.blocks)
+    return [_Level(p, requests[p], blocks[p]) for p in sorted(requests) if p < need.priority and requests[p] > 0]
 
 
 def _take(levels: Sequence[_Level], slots_over: int, blocks_over: int) -> tuple[int, int] | None:

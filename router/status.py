@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from cluster.config import PriorityClass
 from cluster.messages import BandStatus
+from router.dispatch import Dispatcher
 from router.live import Live
 from router.metrics_sink import RouterMetrics
 from router.priority import class_of
@@ -36,10 +37,21 @@ def band_statuses(
 
 
 def show_classes(
-    metrics: RouterMetrics, classes: Sequence[PriorityClass], queue: BandQueue, lives: Collection[Live]
+    metrics: RouterMetrics,
+    classes: Sequence[PriorityClass],
+    dispatcher: Dispatcher,
+    lives: Collection[Live],
+    now_s: float,
 ) -> None:
     """Set the gauges of every class, those with no work too."""
     in_flight = Counter(live.priority_class.name for live in lives if live.replica_id is not None)
     for priority_class in classes:
-        name, charge = priority_class.name, queue.of_class(priority_class.name)
-        metrics.class_load(name, queued=charge.requests, queued_bytes=charge.size_bytes, in_flight=in_flight[name])
+        name, charge = priority_class.name, dispatcher.queue.of_class(priority_class.name)
+        metrics.class_load(
+            name,
+            queued=charge.requests,
+            queued_bytes=charge.size_bytes,
+            queued_service=charge.service,
+            in_flight=in_flight[name],
+            drain_per_s=dispatcher.drain_per_s(name, now_s),
+        )

@@ -3,7 +3,9 @@
 Owns: a bounded buffer with one producer (the core, synchronous) and one consumer (the response, asynchronous), both on
 one event loop; and the same for the choices of one client's request, read as one. Imports outcomes and the journal's
 values. Invariants: what is held for a client never exceeds its buffer's `max_bytes` (beside the logprobs of the prompt,
-which come once and are as many as the prompt is long); one Ending a stream, and it is last.
+which come once and are as many as the prompt is long); one Ending a stream, and it is last; text leaves in the order in
+which it was pushed, also where the producer writes it directly: only while the consumer waits for more, and so has
+written all that it took.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Pushed(Enum):
     """Whether the buffer took a delta."""
 
     HELD = "held"
+    """Or written already."""
     OVERFLOW = "overflow"
 
 
@@ -45,13 +48,23 @@ class Batch(msgspec.Struct, frozen=True):
 class Buffer:
     """What the streams to one client have in common: the bound on what they hold, and who waits for them."""
 
-    __slots__ = ("_waiter", "held_bytes", "max_bytes")
+    __slots__ = ("_direct", "_waiter", "held_bytes", "max_bytes")
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` bounds the UTF-8 text, the logprobs and the overhead of what the consumer has not taken."""
         self.max_bytes = max_bytes
         self.held_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
+        self._direct: Callable[[str], bool] | None = None
+
+    def write_directly(self, write: Callable[[str], bool]) -> None:
+        """From now on text that comes while the consumer waits goes to `write`, and is held where that returns False."""
+        self._direct = write
+
+    def written(self, text: str) -> bool:
+        """Whether `text` has gone out directly."""
+        waiter = self._waiter  # one that is done is of a consumer that was cancelled
+        return self._direct is not None and waiter is not None and not waiter.done() and self._direct(text)
 
     def ring(self) -> None:
         """Wake who waits."""
@@ -91,9 +104,12 @@ class Stream:
         """Whether there is something to take."""
         return bool(self._parts) or self._ending is not None
 
-    def push(self, text: str, tokens: int, scores: Scores | None = None) -> Pushed:
-        """Hand over the text of `tokens` tokens. On OVERFLOW nothing was taken and the producer must end the stream."""
+    def push(self, text: str, tokens: int, scores: Scores | None = None, *, last: bool = False) -> Pushed:
+        """Hand over the text of `tokens` tokens; `last`: the ending follows at once, and both leave together. On OVERFLOW
+        nothing was taken and the producer must end the stream."""
         assert self._ending is None, "nothing follows the ending"
+        if scores is None and not last and self._buffer.written(text):
+            return Pushed.HELD
         size = (len(text) if text.isascii() else len(text.encode())) + PART_OVERHEAD_BYTES
         if scores is not None:
             size += sum(map(_logprob_bytes, scores.logprobs))
@@ -161,6 +177,11 @@ class Choices:
     def over(self) -> bool:
         """Whether everything has been taken."""
         return not self._unread
+
+    def write_directly(self, write: Callable[[str], bool]) -> None:
+        """`Buffer.write_directly`, of a request with one choice. Not before all that was taken has been written."""
+        assert len(self.streams) == 1, "`write` is not told whose text it is"
+        self._buffer.write_directly(write)
 
     async def take(self) -> list[tuple[int, Batch]]:
         """Wait for something, and take all that each choice has, by its number."""

@@ -44,8 +44,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of `messages` and the opening of the assistant's answer.
+    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The text of `messages` and, unless told otherwise, the opening of the assistant's answer.
 
         Raises:
             ChatTemplateError: the template refuses them, for instance roles that do not alternate.
@@ -55,7 +55,7 @@ class ChatTemplate:
                 messages=[dict(m) for m in messages],
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except TemplateError as error:

@@ -6,6 +6,7 @@ text carries its markers already and gets none added; a raw prompt gets what the
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -32,3 +33,11 @@ class PromptTokenizer:
         """
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
+
+    def token_strs(self, token_ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary writes it; empty for an id that it does not have."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens as they are written."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

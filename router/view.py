@@ -54,6 +54,19 @@ class OwnLoad(msgspec.Struct, frozen=True):
     """Of attempts that the engine has preempted and not resumed."""
 
 
+class SharedLoad(msgspec.Struct, frozen=True):
+    """Running attempts of this router that a minimum share sent out at one moment, past what waited then.
+
+    They are out of reach of what had arrived by then, and ordinary work to whatever came later.
+    """
+
+    priority: int
+    requests: int
+    blocks: int
+    since_s: float
+    """Monotonic."""
+
+
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """A replica at one moment, as decisions see it."""
 
@@ -66,6 +79,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     own: tuple[OwnLoad, ...] = ()
     unreported: tuple[PriorityLoad, ...] = ()
     """This router's attempts that `load` does not count yet."""
+    shared: tuple[SharedLoad, ...] = ()
 
 
 @dataclass(slots=True)
@@ -77,49 +91,68 @@ class Reservation:
     priority: int
     blocks: int
     parked: bool = False
+    shared_s: float | None = None
+    """When a minimum share sent it out past more urgent work, if one did."""
 
 
 class Replica:
     """One incarnation of one replica."""
 
-    def __init__(self, port: ReplicaPort, now_s: float) -> None:
+    def __init__(self, port: ReplicaPort, now_s: float, changed: dict[ReplicaId, None]) -> None:
+        """`changed` is told whenever there may be more room here than before, or less."""
         self.port = port
         self.replica_id: ReplicaId = port.replica_id
         self.generation: Generation = port.generation
-        self.link_up = True
-        self.backing_off = False
+        self._link_up = True
+        self._backing_off = False
         self.report: ReplicaReport | None = None
         self.reservations: dict[RequestId, Reservation] = {}
         self.left_behind: set[tuple[RequestId, int]] = set()
         """Attempts that were given up while the link could not carry the abort; aborted when it is up again."""
         self._heard_at_s = now_s
         self._observed_at_s: float | None = None
-        self._summary: tuple[tuple[OwnLoad, ...], tuple[PriorityLoad, ...]] | None = None
+        self._changed = changed
+        self._view: ReplicaView | None = None
+        self._change()
+
+    @property
+    def link_up(self) -> bool:
+        return self._link_up
+
+    @link_up.setter
+    def link_up(self, up: bool) -> None:
+        self._link_up = up
+        self._change()
 
     def observe(self, report: ReplicaReport, now_s: float) -> None:
         self.report = report
         self._heard_at_s = self._observed_at_s = now_s
-        self.backing_off = False
-        self._summary = None
+        self._backing_off = False
+        self._change()
+
+    def back_off(self) -> None:
+        """It refused an attempt for want of room: nothing new is sent until its next report."""
+        self._backing_off = True
+        self._change()
 
     def reserve(self, request_id: RequestId, reservation: Reservation) -> None:
         assert request_id not in self.reservations, "one attempt of a request at a time"
         self.reservations[request_id] = reservation
-        self._summary = None
+        self._change()
 
     def release(self, request_id: RequestId) -> None:
         del self.reservations[request_id]
-        self._summary = None
+        self._change()
 
     def grow(self, request_id: RequestId, blocks: int) -> None:
         """The attempt has outgrown its prediction."""
         self.reservations[request_id].blocks = blocks
-        self._summary = None
+        self._change()
 
     def park(self, request_id: RequestId, parked: bool) -> None:
         """The engine preempted this attempt, or it runs again."""
         self.reservations[request_id].parked = parked
-        self._summary = None
+        self._change()
 
     def take_left_behind(self) -> list[tuple[RequestId, int]]:
         """The link is up again: what must be aborted there now."""
@@ -135,7 +168,7 @@ class Replica:
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         """End an attempt there, now or as soon as the link is up again."""
-        if self.link_up:
+        if self._link_up:
             self.port.abort(request_id, attempt)
         else:
             self.left_behind.add((request_id, attempt))
@@ -145,7 +178,7 @@ class Replica:
         report = self.report
         if silence_s > config.fenced_after_s:
             return Condition.FENCED
-        if not self.link_up:
+        if not self._link_up:
             return Condition.LINK_DOWN
         if report is None:
             return Condition.NO_REPORT
@@ -155,22 +188,27 @@ class Replica:
             return Condition.SILENT
         if report.step_age_s is not None and report.step_age_s > config.step_age_limit_s:
             return Condition.STUCK
-        if self.backing_off:
+        if self._backing_off:
             return Condition.BACKING_OFF
         return Condition.ROUTABLE
 
     def view(self, config: RouterConfig, now_s: float) -> ReplicaView:
-        if self._summary is None:
-            self._summary = (self._own(), self._unreported())
-        own, unreported = self._summary
-        return ReplicaView(
-            replica_id=self.replica_id,
-            condition=self.condition(config, now_s),
-            load=self.report.load if self.report is not None else None,
-            observed_at_s=self._observed_at_s,
-            own=own,
-            unreported=unreported,
-        )
+        condition = self.condition(config, now_s)
+        if self._view is None or self._view.condition is not condition:
+            self._view = ReplicaView(
+                replica_id=self.replica_id,
+                condition=condition,
+                load=self.report.load if self.report is not None else None,
+                observed_at_s=self._observed_at_s,
+                own=self._own(),
+                unreported=self.unreported(),
+                shared=self._shared(),
+            )
+        return self._view
+
+    def _change(self) -> None:
+        self._view = None
+        self._changed[self.replica_id] = None
 
     def _own(self) -> tuple[OwnLoad, ...]:
         active: dict[int, int] = {}
@@ -180,7 +218,8 @@ class Replica:
             side[r.priority] = side.get(r.priority, 0) + r.blocks
         return tuple(OwnLoad(p, active.get(p, 0), parked.get(p, 0)) for p in sorted(active.keys() | parked.keys()))
 
-    def _unreported(self) -> tuple[PriorityLoad, ...]:
+    def unreported(self) -> tuple[PriorityLoad, ...]:
+        """Attempts sent there that its last report does not count."""
         applied = self.report.applied_sequence if self.report is not None else 0
         loads: dict[int, tuple[int, int]] = {}
         for r in self.reservations.values():
@@ -188,3 +227,10 @@ class Replica:
                 requests, blocks = loads.get(r.priority, (0, 0))
                 loads[r.priority] = (requests + 1, blocks + r.blocks)
         return tuple(PriorityLoad(p, *loads[p]) for p in sorted(loads))
+
+    def _shared(self) -> tuple[SharedLoad, ...]:
+        return tuple(
+            SharedLoad(r.priority, 1, r.blocks, r.shared_s)
+            for r in self.reservations.values()
+            if r.shared_s is not None and not r.parked
+        )

@@ -266,6 +266,34 @@ def a_thawed_request_can_be_moved(p: Pair) -> None:
     assert [*p.source.told(r).token_ids, *got.token_ids] == p.whole(r)
 
 
+def calls_about_one_request_are_answered_in_the_order_in_which_they_were_asked(p: Pair) -> None:
+    """None of them waits for the one before."""
+    r = p.request("in order")
+    p.source.add(r)
+    p.source.until_tokens(3, r)
+    moves, name = p.source.moves, r.request_id
+    answers: list[Future[Any]] = [
+        moves.thaw(name, 0),
+        moves.freeze(name, 0),
+        moves.freeze(name, 0),
+        moves.thaw(name, 0),
+        moves.release(name, 0),
+        moves.freeze(name, 0),
+        moves.thaw(name, 0),
+        moves.freeze(name, 0),
+    ]
+    got = [p.source.ask(answer) for answer in answers]
+    first, last = got[1], got[7]
+    assert isinstance(first, EngineState)
+    assert isinstance(last, EngineState)
+    assert got == [False, first, first, True, False, got[5], True, last]
+    assert isinstance(got[5], EngineState)
+    told = p.source.told(r).token_ids
+    assert list(last.request.emitted_ids) == told
+    assert p.source.ask(moves.thaw(name, 0))
+    assert p.source.until_ended(r).token_ids == p.whole(r)
+
+
 def what_is_not_there_is_neither_frozen_nor_exported(p: Pair) -> None:
     r = p.request("short", max_tokens=2)
     p.source.add(r)
@@ -347,6 +375,7 @@ LAWS: tuple[Callable[[Pair], None], ...] = (
     a_frozen_request_says_nothing_until_it_is_thawed_and_then_goes_on,
     a_frozen_request_can_be_aborted_and_its_end_is_told,
     a_thawed_request_can_be_moved,
+    calls_about_one_request_are_answered_in_the_order_in_which_they_were_asked,
     what_is_not_there_is_neither_frozen_nor_exported,
     an_import_is_refused_by_its_reason,
     an_import_takes_a_place_among_all_that_are_held_until_it_is_aborted,

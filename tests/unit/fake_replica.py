@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from cluster.config import DEFAULT_CLASSES, RouterConfig
+from cluster.config import RouterConfig
 from cluster.engine.text import TextCodec, TextStage
 from cluster.messages import StepFrame
 from cluster.ports import ReplicaListener
@@ -45,6 +45,7 @@ from router.core import RouterCore
 from router.journal import Scores
 from router.metrics_sink import RouterMetrics
 from router.stream import Batch, Buffer, Stream
+from router.terms import NO_TERMS, Terms
 
 FIRST_ID, FIRST_GENERATION = ReplicaId("r1"), Generation(1, "a")
 
@@ -334,13 +335,15 @@ class Bench:
         tokens: int = 4,
         prompt: int = 8,
         stated: int | None = None,
+        tenant: str = "t",
+        terms: Terms = NO_TERMS,
         **sampling: Any,
     ) -> Request:
         """Submit a request; its arrival is stamped now, and the clock moves on by a millisecond."""
-        priority = next(c.priority for c in DEFAULT_CLASSES if c.name == priority_class)
+        priority = next(c.priority for c in self.config.classes if c.name == priority_class)
         request = Request(
             request_id=RequestId(name),
-            tenant="t",
+            tenant=tenant,
             priority=priority,
             priority_class=priority_class,
             arrived_unix_s=self.clock.unix(),
@@ -350,7 +353,7 @@ class Bench:
         )
         self.clock.advance(0.001)
         self.streams[request.request_id] = stream = Stream(Buffer(self.config.max_stream_bytes))
-        self.core.submit(((request, stream),))
+        self.core.submit(((request, stream),), terms)
         return request
 
     def text(self, request: Request) -> str:

@@ -23,7 +23,9 @@ from cluster.config import RouterConfig
 from cluster.messages import ClusterStatus
 from cluster.model import ModelFolder
 from cluster.types import Outcome, Request
+from deployments.http_server import HEAD_TIMEOUT_S, uvicorn_config
 from router.app import build_app
+from router.auth import Guard, Identify
 from router.core import RouterCore
 from router.metrics_sink import RouterMetrics
 from tests.unit.fake_replica import FakeReplica
@@ -51,6 +53,7 @@ class World:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
+        self.app: Guard | None = None
         self.registry = CollectorRegistry()
         self.core = RouterCore(config, SystemClock(), random.Random(1), RouterMetrics(self.registry))
         self.replica = FakeReplica(self.core)
@@ -81,24 +84,31 @@ class World:
 
 @asynccontextmanager
 async def serving(
-    model: ModelFolder, *, auto: bool = True, connect: bool = True, **settings: Any
+    model: ModelFolder,
+    *,
+    auto: bool = True,
+    connect: bool = True,
+    identify: Identify | None = None,
+    head_timeout_s: float = HEAD_TIMEOUT_S,
+    **settings: Any,
 ) -> AsyncIterator[World]:
     # A machine that stalls must not make the replica look silent: it reports when the test lets it.
     world = World(RouterConfig(silent_after_s=600, fenced_after_s=900, **settings))
-    app = build_app(
+    app = world.app = build_app(
         core=world.core,
         model=model,
         max_model_len=MAX_LEN,
         config=world.config,
         registry=world.registry,
         cluster_status=world.cluster_status,
+        identify=identify,
         rng=random.Random(2),
     )
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio sets it only on sockets that name TCP as their protocol, which these do not; accepted ones inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     world.port = listener.getsockname()[1]
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+    server = Server(uvicorn_config(app, head_timeout_s=head_timeout_s, graceful_s=1))
     serve = asyncio.create_task(server.serve(sockets=[listener]))
     await server.up.wait()
     turning = asyncio.create_task(world.replica.run()) if auto else None

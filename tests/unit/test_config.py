@@ -25,6 +25,12 @@ def test_every_field_says_what_it_is_for(model: type[Config]) -> None:
         (EngineConfig, {"blocks": 127, "block_size_tokens": 16, "max_model_len": 2048}, "must hold one request"),
         (EngineConfig, {"max_model_len": 1}, "max_model_len"),  # no room for a prompt and an output
         (EngineConfig, {"slot": 1}, "slot"),
+        (EngineConfig, {"kind": "vlm"}, "'embedded' or 'vllm'"),
+        (EngineConfig, {"vllm": {"eager": True}}, "vllm: kind 'embedded'"),
+        (EngineConfig, {"kind": "vllm", "mode": "static"}, "mode 'static': vLLM batches continuously only"),
+        (EngineConfig, {"kind": "vllm", "mode": "dynamic"}, "mode 'dynamic': vLLM batches continuously only"),
+        (EngineConfig, {"kind": "vllm", "vllm": {"gpu_memory_utilization": 1.5}}, "gpu_memory_utilization"),
+        (EngineConfig, {"kind": "vllm", "blocks": 63, "max_model_len": 2048}, "must hold one request"),
         (RouterConfig, {"default_class": "gold"}, "default_class 'gold'"),
         (RouterConfig, {"classes": [{"name": n, "priority": 0} for n in ("a", "b")], "default_class": "a"}, "differ"),
         (RouterConfig, {"classes": [{"name": "a", "priority": p} for p in (0, 1)], "default_class": "a"}, "differ"),
@@ -34,3 +40,19 @@ def test_every_field_says_what_it_is_for(model: type[Config]) -> None:
 def test_a_configuration_that_cannot_work_is_refused(model: type[Config], values: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         model.model_validate(values)
+
+
+def test_where_blocks_follow_from_the_gpu_their_number_says_nothing() -> None:
+    fields = {"kind": "vllm", "blocks": 1, "vllm": {"gpu_memory_utilization": 0.9}}
+    assert EngineConfig.model_validate(fields).blocks == 1
+
+
+@pytest.mark.parametrize(("fields", "tokens"), [({}, 16), ({"kind": "vllm"}, 32), ({"block_size_tokens": 8}, 8)])
+def test_the_default_block_is_one_that_the_engine_has(fields: dict[str, object], tokens: int) -> None:
+    assert EngineConfig.model_validate(fields).block_size_tokens == tokens
+
+
+def test_a_configuration_comes_back_from_json_as_it_went() -> None:
+    for fields in ({}, {"kind": "vllm"}, {"kind": "vllm", "vllm": {"kv_transfer_config": {"kv_role": "kv_both"}}}):
+        config = EngineConfig.model_validate(fields)
+        assert EngineConfig.model_validate(config.model_dump(mode="json")) == config

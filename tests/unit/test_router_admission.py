@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
 import pytest
 
 from cluster.config import PriorityClass
-from cluster.types import EngineLoad, Outcome, PriorityLoad, ReplicaId
+from cluster.types import Generation, Outcome, ReplicaState
 from router.admission import (
     AdmissionView,
     Admit,
-    DrainRate,
+    Pace,
     Queue,
     Reject,
     RequestFacts,
     backlog_seconds,
     decide,
+    evenly_ahead,
+    predicted_wait_s,
     retry_after_s,
 )
+from router.pace import DrainRate, MeanTime, ServiceTimes
 from router.routing import Need
-from router.view import Condition, ReplicaView
+from router.terms import Terms
+from tests.unit.fake_replica import Bench
 
 STANDARD = PriorityClass(name="standard", priority=0, max_queued_requests=10, max_queued_bytes=1000)
-FREE = EngineLoad(slots_total=2, blocks_total=10, blocks_free=10, block_size_tokens=16)
-FULL = EngineLoad(slots_total=1, blocks_total=10, blocks_free=9, block_size_tokens=16, running=(PriorityLoad(0, 1, 1),))
 
 
-def replica(load: EngineLoad | None, condition: Condition = Condition.ROUTABLE) -> ReplicaView:
-    return ReplicaView(replica_id=ReplicaId("r"), condition=condition, load=load)
-
-
-def judge(size_bytes: int = 100, tokens: int = 16, count: int = 1, **changes: Any) -> Admit | Queue | Reject:
+def judge(size_bytes: int = 100, count: int = 1, service: int = 0, **changes: Any) -> Admit | Queue | Reject:
+    """Of a request that would wait for a replica which is only full, with nothing in front of it."""
+    of_request = {name: changes.pop(name) for name in ("age_s", "terms", "output_tokens") if name in changes}
+    facts = RequestFacts(Need(0, 16, 16), size_bytes, STANDARD, count, service, **of_request)
     fields: dict[str, Any] = {
         "draining": False,
-        "replicas": [replica(FULL)],
+        "leaving": False,
+        "too_large": False,
+        "room": False,
         "ahead_requests": 0,
         "class_requests": 0,
         "class_bytes": 0,
-        "drain_per_s": 1.0,
     }
-    facts = RequestFacts(Need(0, tokens, tokens), size_bytes, STANDARD, count)
     return decide(facts, AdmissionView(**(fields | changes)), random.Random(0))
 
 
 def test_admitted_only_where_nothing_is_ahead_and_a_replica_has_room() -> None:
-    assert judge(replicas=[replica(FREE)]) == Admit()
-    assert judge(replicas=[replica(FREE)], ahead_requests=3) == Queue(3)
-    assert judge(replicas=[replica(FULL)]) == Queue(0)
+    assert judge(room=True) == Admit()
+    assert judge(room=True, ahead_requests=3) == Queue(3)
+    assert judge(room=False) == Queue(0)
 
 
 def test_several_are_let_in_together_where_the_queue_holds_all_that_must_wait() -> None:
@@ -59,13 +59,13 @@ def test_several_are_let_in_together_where_the_queue_holds_all_that_must_wait() 
     assert judge(count=3, class_requests=7) == Queue(0)
     assert isinstance(judge(count=3, class_requests=8), Reject)
     assert isinstance(judge(count=5, size_bytes=201), Reject)
-    assert judge(count=11, size_bytes=1, replicas=[replica(FREE)]) == Admit()
-    assert isinstance(judge(count=12, size_bytes=1, replicas=[replica(FREE)]), Reject)
-    assert isinstance(judge(count=6, size_bytes=201, replicas=[replica(FREE)]), Reject)
+    assert judge(count=11, size_bytes=1, room=True) == Admit()
+    assert isinstance(judge(count=12, size_bytes=1, room=True), Reject)
+    assert isinstance(judge(count=6, size_bytes=201, room=True), Reject)
 
 
 def test_bounds_of_the_queue_do_not_matter_to_what_starts_at_once() -> None:
-    assert judge(replicas=[replica(FREE)], class_requests=10, class_bytes=1000) == Admit()
+    assert judge(room=True, class_requests=10, class_bytes=1000) == Admit()
 
 
 @pytest.mark.parametrize(
@@ -78,31 +78,35 @@ def test_class_is_bounded_in_requests_and_in_bytes(class_requests: int, class_by
 
 
 def test_draining_refuses_before_anything_else() -> None:
-    decision = judge(draining=True, replicas=[replica(FREE)])
+    decision = judge(draining=True, room=True)
     assert isinstance(decision, Reject)
     assert decision.outcome is Outcome.REJECTED_DRAINING
 
 
-@pytest.mark.parametrize("condition", list(Condition))
-def test_waits_for_a_replica_that_may_come_back_and_not_for_one_that_leaves(condition: Condition) -> None:
-    decision = judge(replicas=[replica(FREE, condition)], ahead_requests=1)
-    if condition is Condition.DRAINING:
-        assert isinstance(decision, Reject)
-        assert decision.outcome is Outcome.REJECTED_NO_REPLICA
-    else:
-        assert decision == Queue(1)
+@pytest.mark.parametrize("condition", ["link_down", "no_report", "silent", "draining"])
+def test_waits_for_a_replica_that_may_come_back_and_not_for_one_that_leaves(condition: str) -> None:
+    bench = Bench()
+    replica = bench.replica(state=ReplicaState.DRAINING if condition == "draining" else ReplicaState.READY)
+    match condition:
+        case "link_down":
+            replica.break_link()
+        case "no_report":
+            bench.core.link_up(type(replica)(bench.core, generation=Generation(2, "b")), None)
+        case "silent":
+            bench.clock.advance(1.5)
+    outcome = bench.outcome(bench.submit("a"))
+    assert outcome is (Outcome.REJECTED_NO_REPLICA if condition == "draining" else None)
 
 
 def test_no_replica_at_all_is_told_at_once() -> None:
-    decision = judge(replicas=[])
+    decision = judge(leaving=True)
     assert isinstance(decision, Reject)
     assert decision.outcome is Outcome.REJECTED_NO_REPLICA
     assert decision.retry_after_s is not None
 
 
 def test_too_large_for_all_is_no_matter_of_retrying() -> None:
-    assert judge(tokens=161) == Reject(Outcome.REJECTED_TOO_LARGE, None)
-    assert judge(tokens=160) == Queue(0)
+    assert judge(too_large=True) == Reject(Outcome.REJECTED_TOO_LARGE, None)
 
 
 def test_retry_after_is_backlog_over_drain_rate_within_a_fifth() -> None:
@@ -122,13 +126,137 @@ def test_retry_after_is_at_least_one_second_and_at_most_sixty_and_jittered_at_th
     assert len(capped) > 15
 
 
-def test_drain_rate_is_unbiased_early_and_follows_a_change() -> None:
+# --- what a tenant may fill ---
+
+
+def test_tenant_fills_at_most_its_part_of_the_queue_and_never_less_than_one_request() -> None:
+    half = Terms(queue_share=0.5)
+    assert judge(terms=half, tenant_requests=4) == Queue(0)
+    over = judge(terms=half, tenant_requests=5)
+    assert isinstance(over, Reject)
+    assert (over.outcome, "part" in over.error) == (Outcome.REJECTED_QUEUE_FULL, True)
+    assert (over.numbers["queued"], over.numbers["bound"]) == (5, 5)
+    assert isinstance(judge(terms=half, tenant_bytes=401), Reject), "500 of its 1,000 bytes"
+    assert judge(terms=half, tenant_bytes=400) == Queue(0)
+    assert judge(terms=Terms(queue_share=0.01), size_bytes=1) == Queue(0)
+    assert isinstance(judge(terms=half, tenant_requests=3, count=3), Reject)
+    assert judge(terms=half, tenant_requests=5, room=True) == Admit(), "what starts at once fills nothing"
+
+
+# --- what is predicted ---
+
+
+def test_wait_is_predicted_from_the_faster_of_drain_and_minimum_share_and_from_nothing_unmeasured() -> None:
+    assert predicted_wait_s(Pace(backlog=1000, ahead=1000), 10) is None
+    assert predicted_wait_s(Pace(ahead=990, drain_per_s=50), 10) == 20
+    assert predicted_wait_s(Pace(ahead=990, drain_per_s=5, share_per_s=20, ageing_after_s=30), 10) == 50
+    assert predicted_wait_s(Pace(ahead=90, share_per_s=20, ageing_after_s=30), 10) == 30, "not before it is old enough"
+
+
+def test_other_tenants_stand_in_front_for_no_more_than_the_own_work_by_weight() -> None:
+    """Own 100 with weight 2, 8 waiting in all: the others get at most 100 / 2 x 6 before it is through."""
+    assert evenly_ahead(backlog=100_000, own=100, weight=2, waiting_weight=8) == 400
+    assert evenly_ahead(backlog=300, own=100, weight=2, waiting_weight=8) == 300
+    assert evenly_ahead(backlog=700, own=1000, weight=1, waiting_weight=1) == 700
+
+
+def test_refused_for_its_wait_exactly_where_the_prediction_is_beyond_what_the_class_promises() -> None:
+    pace = Pace(backlog=400, ahead=400, drain_per_s=10)
+    assert judge(service=50, pace=pace, longest_wait_s=50) == Queue(0), "45 s are nine tenths of it"
+    late = judge(service=51, pace=pace, longest_wait_s=50)
+    assert isinstance(late, Reject)
+    assert late.outcome is Outcome.REJECTED_WAIT
+    assert late.numbers["backlog"] == 400
+    assert late.retry_after_s is not None
+    assert 32 <= late.retry_after_s <= 48, "400 / 10 s, within a fifth"
+    assert judge(service=101, pace=pace, longest_wait_s=50, room=True) == Admit()
+    assert judge(service=101, longest_wait_s=0.001) == Queue(0), "nothing has been measured"
+
+
+@pytest.mark.parametrize(
+    ("terms", "refused"),
+    [
+        (Terms(ttft_slo_s=17.0), False),
+        (Terms(ttft_slo_s=16.9), True),
+        (Terms(timeout_s=26.0), False),
+        (Terms(timeout_s=25.9), True),
+    ],
+)
+def test_refused_where_first_token_or_end_would_come_too_late(terms: Terms, refused: bool) -> None:
+    """1 s old, waits (90 + 10) / 10 s, first token after 6 s more, 10 tokens with 1 s between."""
+    pace = Pace(ahead=90, drain_per_s=10, first_token_s=6, next_token_s=1)
+    decision = judge(service=10, age_s=1, output_tokens=10, terms=terms, pace=pace)
+    assert isinstance(decision, Reject) is refused
+    if isinstance(decision, Reject):
+        assert decision.outcome is Outcome.REJECTED_DEADLINE
+
+
+def test_of_what_is_not_measured_only_a_time_that_has_passed_already_refuses() -> None:
+    assert judge(age_s=0.9, terms=Terms(ttft_slo_s=1)) == Queue(0)
+    assert judge(age_s=1.1, terms=Terms(ttft_slo_s=1)) != Queue(0)
+    assert judge(age_s=1.1, terms=Terms(ttft_slo_s=1), room=True) != Admit()
+
+
+# --- what is measured ---
+
+
+def test_drain_rate_is_service_over_time_from_the_first_known_on_and_follows_a_change() -> None:
     rate = DrainRate(now_s=0.0)
-    assert rate.per_s(0.0) == 0.0
+    rate.waits(0.0, True)
+    assert rate.per_s(0.0) is None
     for k in range(1, 51):
-        rate.left(k * 0.1)
-    assert math.isclose(rate.per_s(5.0), 10.0, rel_tol=0.05)
+        rate.left(k * 0.1, 7)
+    assert rate.per_s(5.0) == pytest.approx(70, rel=0.05)
     for k in range(1, 181):
-        rate.left(5.0 + k)
-    assert math.isclose(rate.per_s(185.0), 1.0, rel_tol=0.1)
-    assert rate.per_s(485.0) < 0.001
+        rate.left(5.0 + k, 7)
+    assert rate.per_s(185.0) == pytest.approx(7, rel=0.1)
+    assert rate.per_s(485.0) == pytest.approx(0, abs=0.001)
+
+
+def test_time_in_which_nothing_waits_does_not_lower_the_drain_rate() -> None:
+    rate = DrainRate(now_s=0.0)
+    for k in range(100):
+        rate.waits(10.0 * k, True)
+        rate.left(10.0 * k + 0.5, 5)
+        rate.waits(10.0 * k + 0.5, False)
+    assert rate.per_s(999.0) == pytest.approx(10, rel=0.02)
+
+
+def test_drain_rate_is_unknown_until_enough_was_seen_and_again_after_a_long_rest() -> None:
+    rate = DrainRate(now_s=0.0)
+    rate.waits(0.0, True)
+    for k in range(3):
+        rate.left(k + 1.0, 5)
+    assert rate.per_s(3.0) is None
+    rate.left(4.0, 5)
+    assert rate.per_s(4.0) is not None
+    rate.waits(4.0, False)
+    rate.waits(303.0, True)
+    assert rate.per_s(303.0) is not None
+    rate.waits(303.0, False)
+    rate.waits(604.0, True)
+    assert rate.per_s(604.0) is None
+
+
+def test_what_came_back_unserved_is_not_drained() -> None:
+    rate = DrainRate(now_s=0.0)
+    rate.waits(0.0, True)
+    for k in range(8):
+        rate.left(2.0, 10)
+        if k % 2:
+            rate.came_back(2.0, 10)
+    assert rate.per_s(2.0) == pytest.approx(20, rel=0.05)
+
+
+def test_times_of_service_are_known_from_eight_of_their_kind_on_and_follow_a_change() -> None:
+    times = ServiceTimes()
+    for k in range(8):
+        assert times.first_token_s(100) is None
+        times.first_token(100 + k % 2, 2.0)
+    assert times.first_token_s(127) == pytest.approx(2.0)
+    assert times.first_token_s(128) is None, "prompts of another size"
+    assert times.next_token_s is None
+    mean = MeanTime()
+    for seconds in [1.0] * 100 + [3.0] * 400:
+        mean.observe(seconds)
+    assert mean.mean_s == pytest.approx(3.0, rel=0.01)

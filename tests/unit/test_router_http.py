@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import threading
 from collections.abc import AsyncIterator, Coroutine
@@ -25,10 +26,15 @@ from cluster.types import (
     RequestId,
     TokenDelta,
 )
-from router import completions
+from router import completions, parsing
+from router.auth import Guard
 from router.errors import ApiError
+from router.fields import PATHS_NOT_OFFERED
+from router.headers import Asked
+from router.limits import Limiter
 from router.logprobs import Vocabulary
 from router.openai import Api, RequestParser
+from router.openapi import OPERATIONS
 from tests.unit.fake_replica import FakeReplica, expected_text
 from tests.unit.http_kit import CHAT, HI, MAX_LEN, TEXT, World, client, events, plain_client, post, raw_post, serving
 
@@ -164,7 +170,7 @@ async def test_outcome_before_the_first_token_is_a_real_status(tiny_model: Model
         PriorityClass(name="standard", priority=0, service_tiers=("default",), max_queued_requests=1),
         PriorityClass(name="batch", priority=-10, service_tiers=("flex",)),
     )
-    settings = {"classes": classes, "max_attempts": 1, "max_queue_s": 0.05}
+    settings: dict[str, Any] = {"classes": classes, "max_attempts": 1, "max_queue_s": 0.05}
     async with serving(tiny_model, auto=False, connect=False, **settings) as world:
         refused = await post(world, "/v1/completions", body)
         assert refused.status_code == 503
@@ -204,6 +210,22 @@ async def test_engine_error_is_a_500_for_that_request_alone(tiny_model: ModelFol
         world.replica.send(TokenDelta(request_id, 1, 0, (), (), FinishReason.ERROR, "bad logits"))
         response = await asking
         assert (response.status_code, response.json()["error"]["message"]) == (500, "bad logits")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hello there", [5]])
+async def test_engine_error_on_a_prompt_that_is_scored_is_told_as_any_other(
+    tiny_model: ModelFolder, prompt: object, stream: bool
+) -> None:
+    body = TEXT | {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 0, "stream": stream}
+    async with serving(tiny_model, auto=False) as world, plain_client(world) as http:
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        await world.until(lambda: world.replica.held)
+        request_id = world.held().request_id
+        world.replica.send(TokenDelta(request_id, 1, 0, (), (), FinishReason.ERROR, "bad logits"))
+        response = await asking
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "bad logits")
+        assert response.json()["error"]["code"] == "engine_error"
 
 
 # --- clients that leave or lag ---
@@ -317,9 +339,12 @@ async def test_exchange_that_has_ended_leaves_the_task_that_ran_it_alone(
     world = World(RouterConfig())
     world.replica.connect()
     parser = RequestParser(tiny_model, MAX_LEN, DEFAULT_CLASSES, "standard")
-    gate = completions.ParserGate(parser, random.Random(0))
-    vocabulary = Vocabulary(parser.codec, ())
-    exchange = completions.Completions(Api.COMPLETION, world.core, gate, world.config, "tiny-llama", vocabulary)
+    gate = parsing.ParserGate(parser, random.Random(0))
+    vocabulary = Vocabulary(parser.prompts.codec, ())
+    limiter = Limiter(random.Random(0))
+    exchange = completions.Completions(
+        Api.COMPLETION, world.core, gate, limiter, world.config, "tiny-llama", vocabulary
+    )
     messages = [{"type": "http.request", "body": json.dumps(TEXT | {"stream": True}).encode()}]
 
     async def receive() -> dict[str, Any]:
@@ -329,7 +354,7 @@ async def test_exchange_that_has_ended_leaves_the_task_that_ran_it_alone(
         raise ConnectionResetError
 
     async def connection() -> str:
-        await exchange({"headers": []}, receive, send)
+        await Guard(exchange, None)({"type": "http", "headers": []}, receive, send)
         await asyncio.sleep(0.05)
         return "the next exchange"
 
@@ -490,11 +515,13 @@ async def test_backlog_of_long_prompts_is_bounded_and_what_is_read_makes_room(
             assert read.wait(10)
             return raw
 
-    monkeypatch.setattr(completions, "PARSER_MAX_BYTES", 12_000)
-    gate = completions.ParserGate(cast(RequestParser, SlowParser()), random.Random(0))
+    monkeypatch.setattr(parsing, "PARSER_MAX_BYTES", 12_000)
+    gate = parsing.ParserGate(cast(RequestParser, SlowParser()), random.Random(0))
 
     def prepare() -> Coroutine[Any, Any, object]:
-        return gate.prepare(Api.CHAT, b"x" * 5000, None, RequestId("r"), 0.0)
+        return gate.prepare(
+            Api.CHAT, b"x" * 5000, asked=Asked(), tenant="t", request_id=RequestId("r"), arrived_unix_s=0.0
+        )
 
     waiting = [asyncio.create_task(prepare()) for _ in range(2)]
     await asyncio.sleep(0)
@@ -524,3 +551,76 @@ async def test_request_moves_to_another_replica_under_a_stream_that_does_not_not
         got = await events(await asking)
         assert "".join(json.loads(e)["choices"][0]["text"] for e in got[:-1]) == expected_text(request)
         assert got[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("path", sorted(PATHS_NOT_OFFERED))
+async def test_paths_that_others_serve_say_what_is_not_offered(tiny_model: ModelFolder, path: str) -> None:
+    async with serving(tiny_model) as world, plain_client(world) as http:
+        body = {"model": "tiny-llama", "input": "x"}
+        for answer in (
+            await http.post(path, json=body),
+            await http.post(f"{path}/some/thing", json=body),
+            await http.get(path),
+        ):
+            assert answer.status_code == 404
+            error = answer.json()["error"]
+            assert (error["code"], error["param"], error["type"]) == ("not_offered", None, "invalid_request_error")
+            assert PATHS_NOT_OFFERED[path] in error["message"]
+        assert (await http.post(f"{path}x", json=body)).json()["error"]["code"] == "unknown_path"
+
+
+async def test_head_is_answered_as_get_is_but_for_the_body(tiny_model: ModelFolder) -> None:
+    async with serving(tiny_model) as world, plain_client(world) as http:
+        done = (await http.post("/v1/completions", json=TEXT)).json()["id"]
+        for operation in OPERATIONS:
+            path = operation.path.format(name="tiny-llama", request_id=done)
+            head = await http.head(path)
+            if operation.method != "get":
+                assert (head.status_code, head.headers["allow"], head.content) == (405, "POST", b"")
+                continue
+            got = await http.get(path)
+            assert (head.status_code, head.content) == (got.status_code, b"") == (200, b"")
+            assert head.headers["content-type"] == got.headers["content-type"]
+
+
+async def test_models_are_told_whole(tiny_model: ModelFolder) -> None:
+    async with serving(tiny_model) as world, plain_client(world) as http:
+        listed = (await http.get("/v1/models")).json()
+        (card,) = listed["data"]
+        assert listed["object"] == "list"
+        assert (card["id"], card["object"], card["max_model_len"]) == ("tiny-llama", "model", MAX_LEN)
+        assert (await http.get("/v1/models/tiny-llama")).json() == card
+        other = await http.get("/v1/models/org%2Fother")
+        assert (other.status_code, other.json()["error"]["param"]) == (404, "model")
+        assert "org/other" in other.json()["error"]["message"]
+
+
+async def test_nothing_that_a_client_says_is_logged_but_its_own_id(
+    tiny_model: ModelFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    secret = "hush"
+    async with serving(tiny_model) as world, plain_client(world) as http:
+        headers = {"authorization": f"Bearer {secret}", "x-session-id": secret, "x-request-id": "mine"}
+        said: list[dict[str, Any]] = [
+            TEXT | {"prompt": secret, "stop": [secret], "user": secret, "metadata": {secret: secret}},
+            TEXT | {"prompt": secret, "stream": True},
+            TEXT | {"model": secret},
+            TEXT | {secret: secret},
+            TEXT | {"service_tier": secret},
+            CHAT | {"messages": [{"role": "user", "content": secret, "name": secret}]},
+            CHAT | {"messages": [{"role": secret, "content": secret}]},
+        ]
+        for body in said:
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            await http.post(path, json=body, headers=headers)
+            await http.post("/tokenize", json=body, headers=headers)
+        await http.post("/v1/completions", content=b'{"prompt": "' + secret.encode(), headers=headers)
+        await http.get(f"/v1/requests/{secret}/explain", headers=headers)
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        writer.write(f"{secret} HTTP/1.1\r\nx: {secret}\x00\r\n\r\n".encode())
+        await reader.read()
+        writer.close()
+    ours = [r for r in caplog.records if not r.name.startswith(("httpx", "httpcore", "asyncio"))]
+    assert any("is mine to its client" in record.getMessage() for record in ours)
+    assert not [r for r in ours if secret in r.getMessage() or secret in str(r.exc_info) or secret in str(r.__dict__)]

@@ -194,3 +194,29 @@ def test_end_without_success_needs_no_logprobs() -> None:
     journal = Journal(request(max_tokens=9, logprobs=0, prompt_logprobs=0))
     journal.begin()
     assert isinstance(journal.accept(scored(1, 0, (), finish=FinishReason.ERROR)), Accepted)
+
+
+def test_what_is_taken_as_the_next_token_is_what_would_have_been_accepted_and_nothing_else_is_touched() -> None:
+    draw, taken = random.Random(4), 0
+    for _ in range(5000):
+        have, below, room = draw.randrange(4), draw.randrange(6), draw.randrange(1, 6)
+        scored = {"logprobs": 0} if draw.random() < 0.2 else {}
+        quick, plain = (Journal(request(max_tokens=room, **scored)) for _ in range(2))
+        said = TokenDelta(
+            RequestId("r"), draw.choice((0, 1, 1, 1, 2)), draw.randrange(5), (7, 8)[: draw.choice((0, 1, 1, 1, 2))],
+            ("a", "b")[: draw.choice((0, 1, 1, 1, 2))], draw.choice((None, None, None, FinishReason.STOP)),
+        )  # fmt: skip
+        for journal in (quick, plain):
+            journal.begin()
+            for index in range(min(have, room)):
+                given = TokenDelta(RequestId("r"), 1, index, (index,), ("x",), logprobs=(TokenLogprob(0.0),))
+                assert isinstance(journal.accept(given), Accepted)
+        before = quick.emitted_ids
+        if quick.take_next(said, below):
+            taken += 1
+            assert len(before) < below
+            assert plain.accept(said) == Accepted(said.token_ids, said.pieces[0], None)
+            assert (quick.emitted_ids, quick.next_index) == (plain.emitted_ids, plain.next_index)
+        else:
+            assert quick.emitted_ids == before
+    assert taken > 30

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry
 
+from cluster.config import RouterConfig, TenantConfig
 from cluster.types import EngineLoad, ReplicaId
 from router.metrics_sink import RouterMetrics
 from router.view import Condition, ReplicaView
+from tests.unit.fake_replica import Bench
 
 LOAD = EngineLoad(slots_total=4, blocks_total=8, blocks_free=8, block_size_tokens=16)
 
@@ -38,3 +41,37 @@ def test_a_replica_that_is_gone_leaves_no_series_behind() -> None:
     metrics.replicas([view("b")])
     left = {s.labels["replica"] for family in registry.collect() for s in family.samples if "replica" in s.labels}
     assert left == {"b"}
+
+
+def test_tenants_that_the_config_does_not_name_are_one_series_however_many_they_are() -> None:
+    bench = Bench(RouterConfig(tenants=(TenantConfig(name="named"),)))
+    replica = bench.replica(slots=200)
+    for tenant in ("named", *(f"made-up-{k}" for k in range(100))):
+        bench.submit(tenant, tenant=tenant, prompt=10, tokens=1)
+    replica.turn()
+    shown = {
+        sample.labels["tenant"]: sample.value
+        for family in bench.registry.collect()
+        for sample in family.samples
+        if sample.name == "forebay_tenant_service_tokens_total"
+    }
+    assert shown == {"named": 12.0, "other": 1200.0}
+
+
+def test_queue_is_shown_in_the_service_that_it_is_expected_to_take_and_its_drain_once_measured() -> None:
+    """Each of 8 prompt and 2 output tokens: 12. One leaves each second."""
+    bench = Bench(RouterConfig(silent_after_s=100, fenced_after_s=200))
+    replica = bench.replica(slots=1)
+    labels = {"priority_class": "standard"}
+    for k in range(30):
+        bench.submit(f"q{k}", tokens=2)
+    bench.core.tick()
+    assert bench.metric("forebay_queued_service_tokens", **labels) == 29 * 12
+    assert bench.registry.get_sample_value("forebay_drain_service_tokens_per_second", labels) is None
+    for _ in range(20):
+        replica.turn()
+        replica.turn()
+        bench.clock.advance(1)
+        bench.core.tick()
+    assert bench.metric("forebay_queued_service_tokens", **labels) == 9 * 12
+    assert bench.metric("forebay_drain_service_tokens_per_second", **labels) == pytest.approx(12, rel=0.1)

@@ -13,9 +13,11 @@ from tokenizers import Tokenizer
 from cluster.config import DEFAULT_CLASSES
 from cluster.model import ModelFolder
 from cluster.types import RequestId
+from router.bodies import MAX_BIASES, MAX_CHOICES, ChatBody, CompletionBody
 from router.errors import ApiError
-from router.fields import NOT_OFFERED
-from router.openai import MAX_BIASES, MAX_CHOICES, Api, ChatBody, CompletionBody, Prepared, RequestParser
+from router.fields import NOT_OFFERED, WITHOUT_EFFECT
+from router.headers import Asked
+from router.openai import Api, Prepared, RequestParser
 from tests.tiny_model import make_tiny_llama
 
 MAX_LEN = 256
@@ -28,7 +30,10 @@ def parser(tiny_model: ModelFolder) -> RequestParser:
 
 
 def prepare(parser: RequestParser, api: Api, raw: bytes, objective: str | None = None) -> Prepared:
-    return parser.prepare(api, raw, objective=objective, request_id=RequestId("id"), arrived_unix_s=5.0, random_seed=77)
+    asked = Asked(objective=objective)
+    return parser.prepare(
+        api, raw, asked=asked, tenant="t", request_id=RequestId("id"), arrived_unix_s=5.0, random_seed=77
+    )
 
 
 def chat(parser: RequestParser, objective: str | None = None, **fields: Any) -> Prepared:
@@ -160,9 +165,13 @@ def test_fields_without_effect_are_taken(parser: RequestParser) -> None:
         "metadata": {"a": "b"},
         "store": True,
         "safety_identifier": "s",
-        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "prompt_cache_options": {"mode": "explicit"},
+        "request_id": "mine",
     }
-    assert completion(parser, **harmless) == completion(parser)
+    assert harmless.keys() == set(WITHOUT_EFFECT)
+    for send in (chat, completion):
+        assert send(parser, **harmless) == send(parser)
 
 
 def test_prompt_forms_that_mean_the_same_are_the_same(parser: RequestParser) -> None:

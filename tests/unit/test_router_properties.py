@@ -5,39 +5,63 @@ Safety is checked after every step, liveness at the end: once faults stop, every
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.config import RouterConfig
+from cluster.config import RouterConfig, TenantConfig
 from cluster.types import Generation, Outcome, RefusalReason, ReplicaId, Request, RequestId
 from router.live import Live
+from router.queue import Charge
+from router.terms import Terms
 from tests.unit.fake_replica import Bench, FakeReplica, expected_ids, expected_text, score
 
 NAMES = ("r1", "r2")
 CLASSES = ("interactive", "standard", "batch")
 MAX_ATTEMPTS = 6
+TENANTS = ("a", "b", "c")
+WEIGHTS = {"b": 2.0}
+CONFIG = RouterConfig(
+    max_attempts=MAX_ATTEMPTS,
+    max_queue_s=1000,
+    expected_output_tokens=2,
+    minimum_share=0.2,
+    ageing_after_s=3,
+    tenants=tuple(TenantConfig(name=name, weight=weight) for name, weight in WEIGHTS.items()),
+)
 
 
 class WatchedReplica(FakeReplica):
     """Checks at every dispatch that nothing which should go first still waits."""
 
     def add(self, request: Request, attempt: int) -> int:
-        queue: Any = self.listener._queue  # type: ignore[attr-defined]
-        head = queue.peek()
-        if head is not None:
-            assert _order(request.priority, request.arrived_unix_s, request.request_id) < _order(
-                head.priority, head.arrived_unix_s, head.request_id
+        core: Any = self.listener
+        live, head = core._live[request.request_id], core._dispatcher.queue.peek()
+        if head is not None and head.priority > request.priority:
+            assert core.clock.monotonic() - live.queued_s > CONFIG.ageing_after_s, (
+                "only a share passes more urgent work"
             )
+        elif head is not None and head.priority == request.priority:
+            assert live.continued >= head.continued
+            if live.continued == head.continued and (live.continued or head.tenant == request.tenant):
+                own = (request.arrived_unix_s, request.request_id)
+                assert own < (head.arrived_unix_s, head.request_id)
+            elif live.continued == head.continued:
+                charged = 0 if live.first_token_s is not None else live.prompt_charge
+                counters = {t: core._dispatcher._tenants.band(head.priority).counters(t)[0] for t in TENANTS}
+                before = counters[request.tenant] - charged / WEIGHTS.get(request.tenant, 1)
+                assert before <= counters[head.tenant] + 1e-6, "the tenant that was served least is next"
         return super().add(request, attempt)
 
 
 class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(RouterConfig(max_attempts=MAX_ATTEMPTS, max_queue_s=1000, expected_output_tokens=2))
+        self.bench = Bench(CONFIG)
         self.requests: list[Request] = []
         self.cancelled: set[RequestId] = set()
         self.replicas: dict[str, WatchedReplica] = {}
@@ -65,11 +89,24 @@ class RouterMachine(RuleBasedStateMachine):
         prompt=st.integers(1, 100),
         logprobs=st.sampled_from([None, 0, 2]),
         echo=st.booleans(),
+        tenant=st.sampled_from(TENANTS),
+        terms=st.sampled_from([Terms(), Terms(), Terms(ttft_slo_s=2), Terms(timeout_s=5), Terms(session="s")]),
     )
-    def submit(self, priority_class: str, tokens: int, prompt: int, logprobs: int | None, echo: bool) -> None:
+    def submit(
+        self, priority_class: str, tokens: int, prompt: int, logprobs: int | None, echo: bool, tenant: str, terms: Terms
+    ) -> None:
         name = f"q{len(self.requests)}"
-        scored = {"logprobs": logprobs, "prompt_logprobs": logprobs if echo else None}
-        self.requests.append(self.bench.submit(name, priority_class, tokens=tokens, prompt=prompt, **scored))
+        request = self.bench.submit(
+            name,
+            priority_class,
+            tokens=tokens,
+            prompt=prompt,
+            tenant=tenant,
+            terms=terms,
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if echo else None,
+        )
+        self.requests.append(request)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -157,28 +194,45 @@ class RouterMachine(RuleBasedStateMachine):
     def a_live_request_is_queued_or_open_on_one_replica_with_its_reservation(self) -> None:
         core: Any = self.bench.core
         lives = self.lives()
-        queued = {request_id for request_id in lives if request_id in core._queue}
+        queued = {request_id for request_id in lives if request_id in core._dispatcher.queue}
         reserved = {request_id: replica.replica_id for replica in core._fleet for request_id in replica.reservations}
         assert sum(len(replica.reservations) for replica in core._fleet) == len(reserved)
         assert queued == {request_id for request_id, live in lives.items() if live.replica_id is None}
         assert reserved == {r: live.replica_id for r, live in lives.items() if live.replica_id is not None}
-        assert len(core._queue) == len(queued)
+        assert len(core._dispatcher.queue) == len(queued)
         for replica in core._fleet:
             for request_id, reservation in replica.reservations.items():
                 live = lives[request_id]
                 assert reservation.attempt == live.journal.attempt
                 assert reservation.blocks * 16 >= len(live.request.prompt_ids) + live.journal.next_index
-        assert core._gaps.keys() <= reserved.keys()
-        assert core._unstarted.keys() <= lives.keys()
+        assert all(request_id in reserved for request_id in core._gaps.unanswered(math.inf))
+        assert core._deadlines._start_by._at_s.keys() <= lives.keys()
 
     @invariant()
     def charges_are_exact(self) -> None:
         core: Any = self.bench.core
         for name in CLASSES:
-            members = [live.waiting() for live in self.lives().values() if live.replica_id is None]
+            expected = CONFIG.expected_output_tokens
+            members = [live.waiting(expected) for live in self.lives().values() if live.replica_id is None]
             members = [w for w in members if w.priority_class == name]
-            charge = core._queue.of_class(name)
-            assert (charge.requests, charge.size_bytes) == (len(members), sum(w.size_bytes for w in members))
+            exact = Charge(len(members), sum(w.size_bytes for w in members), sum(w.service for w in members))
+            assert core._dispatcher.queue.of_class(name) == exact
+            of_tenants = [core._dispatcher.queue.of_tenant(name, tenant) for tenant in TENANTS]
+            for tenant, charge in zip(TENANTS, of_tenants, strict=True):
+                assert charge.requests == sum(w.tenant == tenant for w in members)
+            assert sum(charge.service for charge in of_tenants) == exact.service
+
+    @invariant()
+    def what_tenants_are_charged_is_what_they_have_open(self) -> None:
+        core: Any = self.bench.core
+        lives = [live for live in self.lives().values() if live.replica_id is not None]
+        for priority in (10, 0, -10):
+            for name, tenant in core._dispatcher._tenants.band(priority)._tenants.items():
+                mine = [v for v in lives if (v.request.tenant, v.request.priority) == (name, priority)]
+                unpaid = sum(v.prompt_charge for v in mine if v.first_token_s is None) / tenant.weight
+                assert tenant.open == len(mine)
+                assert tenant.outstanding == pytest.approx(unpaid, abs=1e-6)
+                assert 0 <= tenant.refundable <= tenant.outstanding + 1e-9
 
     @invariant()
     def every_client_has_a_prefix_of_its_text_and_all_of_it_once_finished(self) -> None:
@@ -221,7 +275,10 @@ class RouterMachine(RuleBasedStateMachine):
             self.a_live_request_is_queued_or_open_on_one_replica_with_its_reservation()
         assert not self.lives(), "once faults stop, all finish"
         self.every_client_has_a_prefix_of_its_text_and_all_of_it_once_finished()
-        allowed = {Outcome.FINISHED, Outcome.CANCELLED, Outcome.REPLICA_LOST, Outcome.REJECTED_TOO_LARGE}
+        allowed = {
+            Outcome.FINISHED, Outcome.CANCELLED, Outcome.REPLICA_LOST, Outcome.REJECTED_TOO_LARGE,
+            Outcome.EXPIRED_IN_QUEUE, Outcome.TIMED_OUT, Outcome.REJECTED_DEADLINE, Outcome.REJECTED_WAIT,
+        }  # fmt: skip
         assert {self.bench.outcome(r) for r in self.requests} <= allowed
         total = sum(
             self.bench.metric("forebay_requests_total", priority_class=c, outcome=o.value)
@@ -234,10 +291,6 @@ class RouterMachine(RuleBasedStateMachine):
     def lives(self) -> dict[RequestId, Live]:
         lives: dict[RequestId, Live] = self.bench.core._live
         return lives
-
-
-def _order(priority: int, arrived_unix_s: float, request_id: str) -> tuple[int, float, str]:
-    return (-priority, arrived_unix_s, request_id)
 
 
 RouterMachine.TestCase.settings = settings(

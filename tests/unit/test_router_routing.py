@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.types import EngineLoad, PriorityLoad, ReplicaId
-from router.routing import Need, Placement, choose, too_large
+from router.routing import Need, Placement, choose, pool_of, too_large
 from router.view import Condition, OwnLoad, ReplicaView
 
 BLOCK = 16
@@ -187,11 +187,12 @@ def test_lower_work_just_sent_can_be_a_victim() -> None:
 
 
 def test_replica_that_could_never_hold_all_of_it_is_not_chosen() -> None:
-    small, large = view("small", load(blocks=4)), view("large", load(blocks=5, used=4))
+    small_load, large_load = load(blocks=4), load(blocks=5, used=4)
+    small, large = view("small", small_load), view("large", large_load)
     wanted = need(tokens=BLOCK, tokens_max=BLOCK * 4 + 1)
     assert place(wanted, small, large) == Placement(ReplicaId("large"), 1)
-    assert too_large(wanted, [small])
-    assert not too_large(wanted, [small, large])
+    assert too_large(wanted, [pool_of(small_load)])
+    assert not too_large(wanted, [pool_of(small_load), pool_of(large_load)])
     assert not too_large(wanted, []), "nothing known says nothing"
 
 

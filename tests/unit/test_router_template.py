@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from cluster.config import DEFAULT_CLASSES
 from cluster.model import ModelFolder
 from cluster.types import RequestId
+from router.headers import Asked
 from router.openai import Api, RequestParser
 from router.template import ChatTemplate, ChatTemplateError
 from router.tokenizer import PromptTokenizer
@@ -97,7 +98,8 @@ def test_begin_marker_is_never_doubled_in_a_chat_and_single_in_a_raw_prompt(
         prepared = parser.prepare(
             api,
             json.dumps({"model": "tiny-llama", **prompt}).encode(),
-            objective=None,
+            asked=Asked(),
+            tenant="t",
             request_id=RequestId("r"),
             arrived_unix_s=0.0,
             random_seed=0,

@@ -57,6 +57,8 @@ class Worker:
     receives: list[Transfer] = field(default_factory=list)
     stored: dict[str, list[list[tuple[int, ...] | None]]] = field(default_factory=dict)
     """Path -> of each block, of each slot, the text that was written there."""
+    spoilt: set[str] = field(default_factory=set)
+    """Whose logits are no numbers."""
 
     def run(self, step: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found, unused-ignore]
@@ -87,7 +89,11 @@ class Worker:
         names = list(step.num_scheduled_tokens)
         transfers = self._transfer(step.kv_connector_metadata) if step.kv_connector_metadata is not None else None
         return ModelRunnerOutput(
-            names, {name: k for k, name in enumerate(names)}, sampled, kv_connector_output=transfers
+            names,
+            {name: k for k, name in enumerate(names)},
+            sampled,
+            kv_connector_output=transfers,
+            num_nans_in_logits={name: int(name in self.spoilt) for name in names},
         )
 
     def _transfer(self, orders: Any) -> Any:
@@ -160,9 +166,11 @@ class Core:
         """Those of which nothing is on its way any more, as a note said, with the KV connector's handle."""
         self.ran: dict[str, int] = {}
         """Tokens of each request in the step that was scheduled last."""
+        self.cleared: set[int] = set()
+        """Blocks that some step was told to clear first."""
         self.slots = config.slots
         self._hasher = hasher
-        self._worker = Worker(config.block_size_tokens)
+        self.worker = Worker(config.block_size_tokens)
         self._depth = depth
         self._in_flight: deque[tuple[Any, Any]] = deque()
 
@@ -196,13 +204,22 @@ class Core:
     def step(self) -> None:
         """One turn of vLLM's loop: schedule, and take output once as many steps are in flight as can be."""
         if self.scheduler.has_requests():  # type: ignore[attr-defined]
-            step = self.scheduler.schedule()
-            self.ran = dict(step.num_scheduled_tokens)
-            self._in_flight.append((step, self._worker.run(step)))
+            self.begin()
             if len(self._in_flight) < self._depth and self.ran:
                 return
         if self._in_flight:
-            self._take(self.scheduler.update_from_output(*self._in_flight.popleft()))
+            self.end()
+
+    def begin(self) -> None:
+        """Schedule a step, which then is in flight."""
+        step = self.scheduler.schedule()
+        self.ran = dict(step.num_scheduled_tokens)
+        self.cleared.update(step.new_block_ids_to_zero or ())  # type: ignore[attr-defined]
+        self._in_flight.append((step, self.worker.run(step)))
+
+    def end(self) -> None:
+        """The oldest step in flight has ended."""
+        self._take(self.scheduler.update_from_output(*self._in_flight.popleft()))
 
     def drain(self, steps: int = 5000) -> None:
         for _ in range(steps):

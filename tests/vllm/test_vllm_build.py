@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import psutil
+import pytest
 
 from cluster.clock import SystemClock
 from cluster.config import EngineConfig, EngineKind, VllmConfig
@@ -38,3 +40,15 @@ def test_blocks_follow_from_the_share_of_memory_and_stopping_leaves_no_process(t
     assert time.monotonic() - started_s < 3.0
     _, alive = psutil.wait_procs(family, timeout=3)
     assert alive == []
+
+
+def test_why_a_core_did_not_start_is_said_in_one_line(tiny_model: ModelFolder) -> None:
+    """The worker has taken more memory than its share, which vLLM finds out in the core's process."""
+    config = EngineConfig(
+        kind=EngineKind.VLLM, blocks=1, max_model_len=512, vllm=VllmConfig(eager=True, gpu_memory_utilization=1e-6)
+    )
+    with pytest.raises(RuntimeError, match=r"did not start: ValueError: .*memory") as failure:
+        build_vllm_engine(tiny_model, config, SystemClock())
+    assert len(str(failure.value).splitlines()) == 1
+    del failure
+    gc.collect()  # vLLM leaves a context of ZeroMQ behind, whose warning belongs to this test

@@ -1,17 +1,20 @@
-"""An engine that is full, and one whose core's process dies. (Starting one takes half a minute, so one does for both.)"""
+"""An engine that is full, and engines whose core's process dies. (Starting one takes half a minute: one does for two.)"""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+
+import psutil
 
 from cluster.clock import SystemClock
 from cluster.config import EngineConfig, EngineKind, VllmConfig
 from cluster.engine.vllm.build import build_vllm_engine
 from cluster.model import ModelFolder
 from cluster.types import Refusal, RefusalReason
-from tests.vllm.vllm_kit import Listener, request
+from tests.vllm.vllm_kit import PATIENCE_S, Listener, request
 
 CONFIG = EngineConfig(
     kind=EngineKind.VLLM,
@@ -25,7 +28,9 @@ CONFIG = EngineConfig(
 )
 
 
-def test_a_full_engine_refuses_and_a_killed_core_is_a_death_within_a_second(tiny_model: ModelFolder) -> None:
+def test_a_full_engine_refuses_and_a_killed_core_is_a_death_within_a_second_that_no_process_survives(
+    tiny_model: ModelFolder,
+) -> None:
     listener = Listener(build_vllm_engine(tiny_model, CONFIG, SystemClock()))
     listener.start()
     try:
@@ -43,11 +48,36 @@ def test_a_full_engine_refuses_and_a_killed_core_is_a_death_within_a_second(tiny
         assert len(listener.places()) == 3
 
         (pid,) = listener.engine.core_pids()
+        workers = psutil.Process(pid).children(recursive=True)
+        assert workers, "on a CPU a core has a worker"
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
         died_s, why = listener.deaths.get(timeout=10)
         assert died_s - killed_s < 1.0
         assert "EngineDeadError" in why
         assert not listener.engine.progress().alive
+        _, alive = psutil.wait_procs(workers, timeout=2.0)
+        assert alive == []
     finally:
         listener.engine.stop()
+
+
+def test_a_core_that_dies_before_it_has_said_anything_is_a_death_and_no_start_without_end(
+    tiny_model: ModelFolder,
+) -> None:
+    """It stands still, so that it cannot answer what a start asks it."""
+    listener = Listener(build_vllm_engine(tiny_model, CONFIG, SystemClock()))
+    (pid,) = listener.engine.core_pids()
+    os.kill(pid, signal.SIGSTOP)
+    starting = threading.Thread(target=listener.start, daemon=True)
+    starting.start()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while listener.engine.progress().step_age_s is None:  # it has been asked
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    _, why = listener.deaths.get(timeout=PATIENCE_S)
+    assert "EngineDeadError" in why
+    starting.join(PATIENCE_S)
+    assert not starting.is_alive()
+    listener.engine.stop()

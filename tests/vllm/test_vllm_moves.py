@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from cluster.clock import SystemClock
 from cluster.config import EngineKind
+from cluster.engine.vllm.adapter import VllmEngine
 from cluster.engine.vllm.build import build_vllm_engine
 from cluster.model import ModelFolder
 from cluster.ports import NO_KV
-from tests.move_laws import LAWS, Pair, Side, ending_fails_every_call_rather_than_letting_it_wait
+from tests.move_laws import LAWS, PATIENCE_S, Pair, Side, ending_fails_every_call_rather_than_letting_it_wait
 from tests.vllm.moves_kit import CONFIG, TOKENS, Outputs, plain_engine
 
 
@@ -50,3 +54,25 @@ def test_before_it_was_told_anything_its_load_is_the_cores_own(sides: tuple[Side
     load = sides[0].port.progress().load
     assert (load.blocks_total, load.slots_total) == (CONFIG.blocks, CONFIG.slots)
     assert sides[0].moves.kv_format == NO_KV
+
+
+def test_a_core_that_does_not_answer_shows_in_the_age_of_its_step_though_it_has_no_work(
+    sides: tuple[Side, Side],
+) -> None:
+    """As when a frozen request is to go on, and nothing else is there."""
+    engine = sides[0].port
+    assert isinstance(engine, VllmEngine)
+    assert engine.progress().step_age_s is None
+    (pid,) = engine.core_pids()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answer = engine.places()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (engine.progress().step_age_s or 0.0) < 0.3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert not answer.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert answer.result(PATIENCE_S) == {}
+    assert engine.progress().step_age_s is None

@@ -83,7 +83,8 @@ class VllmEngine:
         self._inbox.abort(request_id, attempt)
 
     def progress(self) -> EngineProgress:
-        """`step_age_s` is the time since the core last said anything, while it has work: it cannot be asked in a step."""
+        """`step_age_s` is the time since the core last said anything, while it has work or an
+        answer to give: it cannot be asked in a step."""
         since_s = self._link.busy_since_s
         return EngineProgress(
             load=self._link.load,
@@ -145,10 +146,10 @@ class VllmEngine:
         """Until it is cancelled, or the first of its tasks fails."""
         self._main_task = asyncio.current_task()
         async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._receive())  # the core's death is told to whoever receives, and to no call
             await self._link.begin(self._tasks.create_task)
             self._wake = asyncio.Event()
             self._loop = asyncio.get_running_loop()
-            self._tasks.create_task(self._receive())
             self._tasks.create_task(self._send())
             self._ready.set()
 
@@ -168,7 +169,8 @@ class VllmEngine:
         while True:
             taken = self._inbox.take()
             refusals: tuple[Refusal, ...] = tuple(taken.refused)
-            for command in taken.commands:
+            while taken.commands:
+                command = taken.commands.popleft()
                 match command:
                     case Add(request, attempt):
                         await self._link.add(request, attempt)

@@ -60,7 +60,7 @@ class CoreLink:
         )
         """As it was told last: what the core said, with the adds that were answered here."""
         self.busy_since_s: float | None = None
-        """When the core last said anything, or got something to do; None while it has nothing to do."""
+        """When the core last said anything, or was asked something or got something to do; None while nothing is owed by it."""
         self.on_result: Callable[[StepResult], None] = _nobody
         self.frozen: dict[Identity, Frozen] = {}
         self._client = client
@@ -77,6 +77,8 @@ class CoreLink:
         self._lives = count(1)
         self._parked: set[Identity] = set()
         self._core_load = self.load
+        self._calls = 0
+        """That the core has not answered yet."""
         self._answered_adds = 0
         """Adds that did not go to the core: refused, repeats, or ended at once."""
 
@@ -166,8 +168,7 @@ class CoreLink:
         identity = live.state.identity
         self._live[name] = live
         self._names[identity] = name
-        if self.busy_since_s is None:
-            self.busy_since_s = self._clock.monotonic()
+        self._owes()
         request = msgspec.structs.replace(live.request, emitted_ids=tuple(live.output))
         await self._client.add_request_async(
             core_request(request, identity[1], self._eos, name=name, moved=moved, kv_transfer_params=params)
@@ -178,7 +179,12 @@ class CoreLink:
         self._publish(decode_step(await self._utility(call, *args)), deltas)
 
     async def _utility(self, call: str, *args: str) -> Any:
-        return await self._client.call_utility_async("forebay", call, *args)
+        self._calls += 1
+        self._owes()
+        answer = await self._client.call_utility_async("forebay", call, *args)
+        self._calls -= 1
+        self._heard()
+        return answer
 
     def _beside(self, call: Coroutine[Any, Any, None]) -> None:
         assert self._follow is not None
@@ -241,9 +247,18 @@ class CoreLink:
             live = self._live.get(name)
             if live is not None:
                 self.frozen[live.state.identity].settled.set_result(kv_handle)
-        still = len(self._parked) + sum(frozen.settled.done() for frozen in self.frozen.values())
-        self.busy_since_s = self._clock.monotonic() if len(self._live) > still else None
+        self._heard()
         self._tell(deltas, preempted=note.preempted)
+
+    def _owes(self) -> None:
+        """The core has something to do."""
+        if self.busy_since_s is None:
+            self.busy_since_s = self._clock.monotonic()
+
+    def _heard(self) -> None:
+        """The core has said something."""
+        still = len(self._parked) + sum(frozen.settled.done() for frozen in self.frozen.values())
+        self.busy_since_s = self._clock.monotonic() if self._calls or len(self._live) > still else None
 
     def _tell(
         self,

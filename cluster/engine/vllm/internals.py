@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydantic import ValidationError
+
+from cluster.engine.vllm.cause import causes_kept
 from cluster.engine.vllm.version import check_version
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "launch_core",
     "process_dict_updates",
     "replace_count_of_nans",
+    "replace_ranks",
 ]
 
 check_version()
@@ -98,6 +102,10 @@ if TYPE_CHECKING:
 
         def get_computed_blocks(self, request: CoreRequest) -> tuple[KVCacheBlocks, int, int]:
             """Blocks of the prefix cache, and the tokens in them. Changes nothing."""
+            ...
+
+        def evict_blocks(self, block_ids: set[int]) -> None:
+            """The prefix cache finds them no more; who holds them keeps them."""
             ...
 
         def take_new_block_ids(self) -> list[int]:
@@ -278,16 +286,27 @@ def launch_core(engine_args: Mapping[str, object]) -> CoreClient:
     """Start an engine core in a process of its own, and wait until it has loaded its model.
 
     Raises:
-        RuntimeError: it did not start.
+        RuntimeError: it did not start; says why.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found, unused-ignore]
+    from vllm.logger import DEFAULT_LOGGING_CONFIG  # type: ignore[import-not-found, unused-ignore]
     from vllm.v1.engine.core_client import EngineCoreClient  # type: ignore[import-not-found, unused-ignore]
     from vllm.v1.executor import Executor  # type: ignore[import-not-found, unused-ignore]
 
-    config = AsyncEngineArgs(**engine_args).create_engine_config()
-    client: CoreClient = EngineCoreClient.make_async_mp_client(
-        vllm_config=config, executor_class=Executor.get_class(config), log_stats=False
-    )
+    try:
+        config = AsyncEngineArgs(**engine_args).create_engine_config()
+    except ValidationError as error:  # its own text ends with an address
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "its whole"
+        why = " ".join(str(first["msg"]).split())
+        raise RuntimeError(f"vLLM does not take this configuration: {where}: {why}") from error
+    with causes_kept(DEFAULT_LOGGING_CONFIG) as first_cause:
+        try:
+            client: CoreClient = EngineCoreClient.make_async_mp_client(
+                vllm_config=config, executor_class=Executor.get_class(config), log_stats=False
+            )
+        except RuntimeError as error:
+            raise RuntimeError(f"vLLM's engine core did not start: {first_cause() or error}") from error
     return client
 
 
@@ -313,3 +332,12 @@ def replace_count_of_nans(count: Callable[[Tensor], Tensor]) -> None:
     from vllm.v1.worker import gpu_model_runner  # type: ignore[import-not-found, unused-ignore]
 
     gpu_model_runner.count_nans_per_row = count
+
+
+def replace_ranks(rank: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Have this process's sampler ask `rank` how many tokens are likelier than each whose logprob is wanted, [rows,
+    vocabulary], [rows, 1] -> [rows] integers on the same device. vLLM's own is compiled when it is first asked, in the midst
+    of a step: it takes seconds, and on CPUs a C++ compiler, without which the core dies."""
+    from vllm.v1.sample import sampler  # type: ignore[import-not-found, unused-ignore]
+
+    sampler.batched_count_greater_than = rank

@@ -1,7 +1,8 @@
 """Moves of a vLLM engine's requests.
 
 Owns: both sides of a move on vLLM: who is frozen, and who is to come. Imports cluster, cluster.engine and the link to the
-core. Invariants: no keys and values pass through here; a frozen request has told all its tokens.
+core. Invariants: no keys and values pass through here; a frozen request has told all its tokens; calls about one request are
+answered in the order in which they were asked.
 
 Without a KV connector a frozen request stays in the core, with its blocks, until it is thawed or released. With one it
 leaves the core as soon as nothing of it is on its way: a connector is told of a request's blocks when the request ends,
@@ -48,6 +49,8 @@ class VllmMoves:
         self._kv_format = kv_format
         self._imports: dict[Identity, str] = {}
         """Those that are to come, with the `kv_format` that they began with."""
+        self._turns: dict[Identity, asyncio.Future[None]] = {}
+        """Done when the call about an attempt that was asked last has been made; none where none is under way."""
 
     @property
     def kv_format(self) -> str:
@@ -69,13 +72,13 @@ class VllmMoves:
         return self._inbox.ask((request_id, attempt), _no_bytes)
 
     def freeze(self, request_id: RequestId, attempt: int) -> Future[EngineState | None]:
-        return self._inbox.ask((request_id, attempt), lambda: self._freeze((request_id, attempt)))
+        return self._ask_in_turn((request_id, attempt), self._freeze)
 
     def thaw(self, request_id: RequestId, attempt: int) -> Future[bool]:
-        return self._inbox.ask((request_id, attempt), lambda: self._thaw((request_id, attempt)))
+        return self._ask_in_turn((request_id, attempt), self._thaw)
 
     def release(self, request_id: RequestId, attempt: int) -> Future[bool]:
-        return self._inbox.ask((request_id, attempt), lambda: self._release((request_id, attempt)))
+        return self._ask_in_turn((request_id, attempt), self._release)
 
     # --- target ---
 
@@ -113,16 +116,31 @@ class VllmMoves:
         self._inbox.forget((identity,))
         return True
 
+    def _ask_in_turn(self, identity: Identity, call: Callable[[Identity], Awaitable[T]]) -> Future[T]:
+        """These may wait for a step; the next about the same attempt waits for it too."""
+        return self._inbox.ask(identity, lambda: self._in_turn(identity, call))
+
+    async def _in_turn(self, identity: Identity, call: Callable[[Identity], Awaitable[T]]) -> T:
+        before = self._turns.get(identity)
+        made = self._turns[identity] = asyncio.get_running_loop().create_future()
+        try:
+            if before is not None:
+                await asyncio.wait((before,))
+            return await call(identity)
+        finally:
+            made.set_result(None)
+            if self._turns[identity] is made:
+                del self._turns[identity]
+
     async def _freeze(self, identity: Identity) -> EngineState | None:
-        if self._link.live(identity) is None:
+        live = self._link.live(identity)
+        if live is None:
             return None
         frozen = self._link.frozen.get(identity)
         if frozen is None:
             frozen = await self._link.freeze(identity)
         if not await self._is_still(identity, frozen):
             return None
-        live = self._link.live(identity)
-        assert live is not None
         return EngineState(
             request=msgspec.structs.replace(live.request, emitted_ids=tuple(live.output)),
             computed_tokens=0,

@@ -26,7 +26,9 @@ from cluster.engine.vllm.internals import (
     SamplingParams,
     process_dict_updates,
     replace_count_of_nans,
+    replace_ranks,
 )
+from cluster.engine.vllm.orphan import end_with_parent
 from cluster.engine.vllm.wire import NOTE_KEY, RequestNote, decode_request
 
 
@@ -61,7 +63,9 @@ class DrawProcessor(LogitsProcessor):
         self._rows: dict[int, Drawn] = {}
         self._without_token: Tensor | None = None
         """[rows] of the last step: 1 where no token can be drawn because the logits are no numbers."""
+        end_with_parent()  # in a worker; where the core itself has the model, it has asked for this before or will
         replace_count_of_nans(self._take_without_token)
+        replace_ranks(_no_ranks)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -94,6 +98,11 @@ class DrawProcessor(LogitsProcessor):
         without_token, self._without_token = self._without_token, None
         assert without_token is not None, "vLLM asks once after each call of `apply`"
         return without_token
+
+
+def _no_ranks(logprobs: Tensor, of_tokens: Tensor) -> Tensor:  # noqa: ARG001
+    """Nobody reads them."""
+    return torch.zeros(logprobs.shape[0], dtype=torch.int64, device=logprobs.device)
 
 
 def _drawn(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> Drawn | None:

@@ -69,7 +69,7 @@ class ForebayScheduler(AsyncScheduler):
         self.kv_holding_waiting = Loading(self._ledger, self.requests.__getitem__)
         if self.connector is not None:
             self.connector.get_num_new_matched_tokens = all_but_the_last(self.connector.get_num_new_matched_tokens)
-        self._spoilt = SpoiltBlocks(self.kv_cache_manager)
+        self._spoilt = SpoiltBlocks(self.kv_cache_manager, config.block_size_tokens)
         self._victims: dict[str, Preemption] = {}
         """Whom the plan that is being carried out recomputes."""
         self._unsettled: set[str] = set()
@@ -112,6 +112,7 @@ class ForebayScheduler(AsyncScheduler):
         self._spoilt.note(model_runner_output.num_nans_in_logits, self.requests)
         aside = self._look_at_all() if lost_blocks(model_runner_output) else ()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._spoilt.evict()
         self._looked = False
         if aside:
             self._set_aside_again(aside)
@@ -155,6 +156,7 @@ class ForebayScheduler(AsyncScheduler):
     def _drop(
         self, request: CoreRequest, timestamp: float, *, for_urgent: bool, drop_stale_output: bool = False
     ) -> None:
+        self._spoilt.leave(request)
         if request.status is RequestStatus.RUNNING:
             super()._preempt_request(request, timestamp, drop_stale_output)
         else:  # its blocks came from a KV connector, and it has not run since
@@ -166,6 +168,7 @@ class ForebayScheduler(AsyncScheduler):
             self._unsettled.add(request.request_id)
 
     def _free_request(self, request: CoreRequest, delay_free_blocks: bool = False) -> tuple[object, object]:
+        self._spoilt.leave(request)
         tracked = self._ledger.remove(request.request_id)
         self._unsettled.discard(request.request_id)
         self._freezing.discard(request.request_id)

@@ -1,0 +1,58 @@
+"""Asking a running router, for the commands that show what it says.
+
+Owns: which address is meant where none is given, and what is said when it does not answer. Imports deployments for the
+environment and the instances of this machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+
+from deployments.settings import Environment
+from deployments.up import running_instances
+from ops.errors import CommandError
+
+_TIMEOUT_S = 5.0
+
+
+def read_environment() -> Environment:
+    """Raises CommandError naming the variable that does not fit."""
+    try:
+        return Environment()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise CommandError(f"FOREBAY_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}") from error
+
+
+def ask(url: str | None, path: str) -> tuple[str, Any]:
+    """(the address that was asked, the JSON that it answered at `path`). Without `url` it is FOREBAY_URL, or the newest
+    instance on this machine.
+
+    Raises:
+        CommandError: there is none, it does not answer, or it answers with an error, whose words these are.
+    """
+    settings = read_environment()
+    address = url or settings.url
+    if address is None:
+        instances = running_instances(settings)
+        if not instances:
+            raise CommandError("no instance of yours runs on this machine; start one with `make serve`, or give --url")
+        address = instances[0].url
+        if not address:
+            raise CommandError("the newest instance on this machine is still starting; ask again when it is ready")
+    what = path.rsplit("/", 1)[1]
+    try:
+        answer = httpx.get(f"{address.rstrip('/')}{path}", headers=settings.credentials, timeout=_TIMEOUT_S)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise CommandError(f"{address} asks for a key: set FOREBAY_API_KEY to one (`forebay keys create`)")
+        said = answer.json()
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise CommandError(f"{address}: {said['error']['message']}", exit_code=1)
+        answer.raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        why = str(error) or type(error).__name__
+        raise CommandError(f"no {what} from {address}; is it running? ({why})") from error
+    return address, said
