@@ -42,8 +42,10 @@ class Replica:
     async def __del__(self) -> None:
         """Serve awaits this before it ends the replica: work that has begun is finished first."""
         if hasattr(self, "_process"):
-            await self._process.drain()
-            await self._process.close()
+            try:
+                await self._process.drain()
+            finally:
+                await self._process.close()
 
 
 def _die(why: str) -> None:

@@ -108,11 +108,19 @@ class ReplicaProcess:
         return None
 
     async def drain(self) -> None:
-        """Finish what has begun and take nothing new; at once where it would not end here, so that it goes on elsewhere.
-        Raises TimeoutError after `health.drain_timeout_s`."""
-        if self._acceptor is not None and self._ails() is None:
-            async with asyncio.timeout(self._profile.health.drain_timeout_s):
-                await self.server.drain()
+        """Finish what has begun and take nothing new; leave off where the engine gives nothing more, so that it goes on
+        elsewhere. Raises TimeoutError after `health.drain_timeout_s`."""
+        if self._acceptor is None or self._ails() is not None:
+            return
+        async with asyncio.timeout(self._profile.health.drain_timeout_s):
+            drained = asyncio.create_task(self.server.drain(), name="drain")
+            try:
+                while not drained.done() and self._ails() is None:
+                    await asyncio.wait({drained}, timeout=self._profile.transport.report_period_s)
+                if drained.done():
+                    await drained
+            finally:
+                drained.cancel()
 
     async def close(self) -> None:
         """End the links and the engine."""

@@ -185,7 +185,9 @@ def load_profile(name_or_path: str, overrides: dict[str, Any]) -> Profile:
     try:
         return Profile.model_validate(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise UsageError(f"profile {path.stem}: {where + ': ' if where else ''}{first['msg']}{more}") from error
+        # A default that follows from a field that is wrong is no error of its own.
+        errors = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
+        where = ".".join(str(part) for part in errors[0]["loc"])
+        what = errors[0]["msg"].removeprefix("Value error, ")
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise UsageError(f"profile {path.stem}: {where + ': ' if where else ''}{what}{more}") from error

@@ -65,16 +65,18 @@ async def stuck_line(tiny_model: ModelFolder, tmp_path: Path, backends: list[Stu
                 backend.goes_on.set()
 
 
+@pytest.mark.parametrize("drained_before", [False, True])
 async def test_a_replica_whose_step_does_not_end_is_not_waited_for_and_its_streams_go_on_whole(
-    stuck_line: Line, backends: list[StuckBackend]
+    stuck_line: Line, backends: list[StuckBackend], drained_before: bool
 ) -> None:
     undisturbed = Reader(stuck_line.client, body(max_tokens=TOKENS))
     await undisturbed.task
     reader = Reader(stuck_line.client, body(max_tokens=TOKENS))
     await reader.begun.wait()
     (busy,) = [n for n, blocks in enumerate(stuck_line.blocks_used()) if blocks]
-    backends[busy].goes_on.clear()
     replica = stuck_line.replicas[busy]
+    draining = asyncio.create_task(replica.drain()) if drained_before else None
+    backends[busy].goes_on.clear()
 
     async def age_s() -> float:
         return replica.engine.progress().step_age_s or 0.0
@@ -83,7 +85,7 @@ async def test_a_replica_whose_step_does_not_end_is_not_waited_for_and_its_strea
     with pytest.raises(RuntimeError, match="a step has run for"):
         replica.check()
     assert not reader.task.done()
-    await asyncio.wait_for(replica.drain(), 5)
+    await asyncio.wait_for(draining or replica.drain(), 5)
     closing = asyncio.create_task(replica.close())  # an engine's thread ends after its step
     await asyncio.wait_for(reader.task, 30)
     assert not closing.done()

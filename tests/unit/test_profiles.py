@@ -46,7 +46,7 @@ def test_the_engine_is_the_only_difference(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ({"engine": "vlm"}, "engine.kind: Input should be 'embedded' or 'vllm'"),
-        ({"engine": {"vllm": {"eager": True}}}, "engine: Value error, vllm: kind 'embedded' does not read"),
+        ({"engine": {"vllm": {"eager": True}}}, "engine: vllm: kind 'embedded' does not read"),
         ({"engine": {"kind": "vllm", "mode": "static"}}, "mode 'static': vLLM batches continuously only"),
         ({"engine": ["vllm"]}, "engine must hold a mapping"),
         ({"engine": {"kind": "vllm", "block_size_tokens": 16}}, "must be a multiple of 32"),
@@ -61,6 +61,7 @@ def test_a_profile_that_cannot_work_is_refused(content: object, said: str, tmp_p
         load_profile(written(tmp_path, content), {"engine.dtype": "float32"})
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert "more)" not in str(refused.value), "what follows from the one error is told as another"
 
 
 def test_gpus_take_blocks_of_any_size() -> None:

@@ -293,14 +293,14 @@ def launch_core(engine_args: Mapping[str, object]) -> CoreClient:
     from vllm.v1.engine.core_client import EngineCoreClient  # type: ignore[import-not-found, unused-ignore]
     from vllm.v1.executor import Executor  # type: ignore[import-not-found, unused-ignore]
 
-    try:
-        config = AsyncEngineArgs(**engine_args).create_engine_config()
-    except ValidationError as error:  # its own text ends with an address
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "its whole"
-        why = " ".join(str(first["msg"]).split())
-        raise RuntimeError(f"vLLM does not take this configuration: {where}: {why}") from error
     with causes_kept(DEFAULT_LOGGING_CONFIG) as first_cause:
+        try:  # the configuration keeps the place of the logging configuration for the core's processes
+            config = AsyncEngineArgs(**engine_args).create_engine_config()
+        except ValidationError as error:  # its own text ends with an address
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "its whole"
+            why = " ".join(str(first["msg"]).split())
+            raise RuntimeError(f"vLLM does not take this configuration: {where}: {why}") from error
         try:
             client: CoreClient = EngineCoreClient.make_async_mp_client(
                 vllm_config=config, executor_class=Executor.get_class(config), log_stats=False
