@@ -10,6 +10,8 @@ in one process on one list of requests, in rounds whose order alternates; ratios
   order srpt over that under fcfs. In `srpt_learned_…` requests do not say how long their output will be.
 - `adapter_throughput_ratio_c32`: output tokens/s over those of vLLM's own `AsyncLLM`, 32 requests at a time.
 - `sampler_share_pct_…`: processor time in the draw over that of the whole step, medians over steps in which all decode.
+- `step_over_stock_…`: processor time of such a step, drawn by us from (seed, choice, index), over that of a step that
+  vLLM's own sampler draws without seeds.
 """
 
 from __future__ import annotations
@@ -70,7 +72,12 @@ class VllmPlan:
 
     @property
     def measurements(self) -> int:
-        return 2 * self.urgent_rounds + 3 * self.rounds + 2 * self.rounds + len(KINDS) * len(self.sampled_concurrencies)
+        return (
+            2 * self.urgent_rounds
+            + 3 * self.rounds
+            + 2 * self.rounds
+            + 2 * len(KINDS) * len(self.sampled_concurrencies)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ def arrivals_s(requests: int, mean_output_tokens: float, tok_s: float, seed: int
 
 
 def report_rows(
-    waits: UrgentWaits, latencies: Latencies, throughputs: Throughputs, steps: Steps
+    waits: UrgentWaits, latencies: Latencies, throughputs: Throughputs, steps: Steps, stock_steps: Steps
 ) -> tuple[ReportRow, ...]:
     """The four named figures, then what lies behind them."""
     adapter = _ratios(throughputs.ours, throughputs.stock)
@@ -142,6 +149,11 @@ def report_rows(
         rows += [
             ReportRow(f"sampler_share_pct_{kind}_c{concurrency}", share_pct, "%"),
             ReportRow(f"step_ms_{kind}_c{concurrency}", 1000 * median(step.wall_s for step in of_kind), "ms"),
+            ReportRow(
+                f"step_over_stock_{kind}_c{concurrency}",
+                median(step.cpu_s for step in of_kind) / median(step.cpu_s for step in stock_steps[kind, concurrency]),
+                "ratio",
+            ),
         ]
     return tuple(rows)
 

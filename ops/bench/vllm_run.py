@@ -43,7 +43,7 @@ from ops.bench.vllm import (
     mean_latency_s,
     report_rows,
 )
-from ops.bench.vllm_stock import CoreHere, Stock
+from ops.bench.vllm_stock import CoreHere, Stock, without_ours
 from ops.bench.workload import OUTPUT_DIVISOR, PROMPT_DIVISOR, WorkItem, work_items
 from ops.errors import CommandError
 from ops.report import Report, machine_context, print_rows
@@ -306,30 +306,29 @@ def mean_queued_latency_s(
 # --- the draw ---
 
 
-def sampled_steps(core: CoreHere, bench: VllmBench, kind: str, concurrency: int) -> list[Step]:
+def sampled_steps(core: CoreHere, bench: VllmBench, kind: str, concurrency: int, *, stock: bool = False) -> list[Step]:
+    """Steps in which all decode; `stock`: drawn by vLLM's own sampler."""
     from cluster.engine.vllm.translate import core_request
     from ops.bench.vllm_sampler import TimedProcessor
 
-    tokenizer = Tokenizer.from_file(str(bench.model.tokenizer_path))
-    requests = []
-    for number in range(concurrency):
-        words = [WORDS[(7 * number + 3 * k) % len(WORDS)] for k in range(3)]
-        prompt = tokenizer.encode("Tell me about the {}, the {} and the {}.".format(*words)).ids
-        sampling = msgspec.structs.replace(
-            KINDS[kind], max_tokens=bench.plan.sampled_tokens, seed=bench.seed + number, ignore_eos=True
-        )
-        requests.append(
+    sampling = msgspec.structs.replace(KINDS[kind], max_tokens=bench.plan.sampled_tokens, ignore_eos=True)
+    prompts = _sampled_prompts(bench, concurrency)
+    if stock:
+        core.add_stock(prompts, sampling, f"{kind}-{concurrency}")
+    else:
+        requests = [
             Request(
                 request_id=RequestId(f"{kind}-{concurrency}-{number}"),
                 tenant="bench",
                 priority=0,
                 priority_class="standard",
                 arrived_unix_s=0.0,
-                prompt_ids=tuple(prompt),
-                sampling=sampling,
+                prompt_ids=prompt_ids,
+                sampling=msgspec.structs.replace(sampling, seed=bench.seed + number),
             )
-        )
-    core.add([core_request(request, 0, ()) for request in requests])
+            for number, prompt_ids in enumerate(prompts)
+        ]
+        core.add([core_request(request, 0, ()) for request in requests])
     steps: list[Step] = []
     while core.has_work:
         wall_s, cpu_s, draw_s = time.perf_counter(), time.thread_time(), TimedProcessor.cpu_s
@@ -338,6 +337,15 @@ def sampled_steps(core: CoreHere, bench: VllmBench, kind: str, concurrency: int)
         if tokens == concurrency:
             steps.append(step)
     return steps[2:]  # the first of them also run prompts
+
+
+def _sampled_prompts(bench: VllmBench, concurrency: int) -> list[tuple[int, ...]]:
+    tokenizer = Tokenizer.from_file(str(bench.model.tokenizer_path))
+    prompts = []
+    for number in range(concurrency):
+        words = [WORDS[(7 * number + 3 * k) % len(WORDS)] for k in range(3)]
+        prompts.append(tuple(tokenizer.encode("Tell me about the {}, the {} and the {}.".format(*words)).ids))
+    return prompts
 
 
 # --- all of it ---
@@ -367,7 +375,7 @@ def run(bench: VllmBench, out: Console, errors: Console) -> Report:
             bar.advance(task)
 
         try:
-            steps = _steps(bench, show)
+            steps, stock_steps = _steps(bench, show)
             waits = _waits(bench, show)
             latencies = _latencies(bench, show)
             throughputs = _throughputs(bench, show)
@@ -391,7 +399,7 @@ def run(bench: VllmBench, out: Console, errors: Console) -> Report:
         "rounds": bench.plan.rounds,
         "seed": bench.seed,
     }
-    report = Report("bench vllm", context, report_rows(waits, latencies, throughputs, steps))
+    report = Report("bench vllm", context, report_rows(waits, latencies, throughputs, steps, stock_steps))
     print_rows(out, report)
     return report
 
@@ -399,16 +407,20 @@ def run(bench: VllmBench, out: Console, errors: Console) -> Report:
 Show = Callable[[str], None]
 
 
-def _steps(bench: VllmBench, show: Show) -> Steps:
+def _steps(bench: VllmBench, show: Show) -> tuple[Steps, Steps]:
+    """With our draw, and with vLLM's own sampler; one core after the other, for they share this process."""
     arguments = {**engine_arguments(bench.model, bench.config(CONCURRENCY, Order.FCFS))}
-    arguments["logits_processors"] = ["ops.bench.vllm_sampler:TimedProcessor"]
-    with closing(CoreHere(arguments)) as core:
+    ours = arguments | {"logits_processors": ["ops.bench.vllm_sampler:TimedProcessor"]}
+    both: list[Steps] = []
+    for stock in (False, True):
         steps: dict[tuple[str, int], list[Step]] = {}
-        for concurrency in bench.plan.sampled_concurrencies:
-            for kind in KINDS:
-                show(f"the draw: {kind}, {concurrency} at once")
-                steps[kind, concurrency] = sampled_steps(core, bench, kind, concurrency)
-    return steps
+        with closing(CoreHere(without_ours(arguments) if stock else ours)) as core:
+            for concurrency in bench.plan.sampled_concurrencies:
+                for kind in KINDS:
+                    show(f"the draw: {kind}, {concurrency} at once{', stock' if stock else ''}")
+                    steps[kind, concurrency] = sampled_steps(core, bench, kind, concurrency, stock=stock)
+        both.append(steps)
+    return both[0], both[1]
 
 
 @contextmanager

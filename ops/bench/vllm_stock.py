@@ -12,12 +12,22 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from cluster.types import Sampling
 from ops.bench.workload import WorkItem
 
 OURS = ("scheduler_cls", "logits_processors", "additional_config", "scheduling_policy")
 """Arguments that make vLLM ours."""
 OURS_ENVIRONMENT = ("VLLM_COMPUTE_NANS_IN_LOGITS",)
+STOCK_FIELDS = ("temperature", "top_p", "top_k", "frequency_penalty", "repetition_penalty")
+"""Of `Sampling` and of vLLM's own parameters."""
 T = TypeVar("T")
+
+
+def without_ours(engine_arguments: Mapping[str, object]) -> dict[str, object]:
+    """vLLM's engine with the same arguments but for what is ours; for processes that start from now on."""
+    for name in OURS_ENVIRONMENT:
+        os.environ.pop(name, None)
+    return {name: value for name, value in engine_arguments.items() if name not in OURS}
 
 
 class Stock:
@@ -27,9 +37,7 @@ class Stock:
         from vllm import AsyncEngineArgs  # type: ignore[import-not-found, unused-ignore]
         from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found, unused-ignore]
 
-        for name in OURS_ENVIRONMENT:
-            os.environ.pop(name, None)
-        arguments = {name: value for name, value in engine_arguments.items() if name not in OURS}
+        arguments = without_ours(engine_arguments)
         self._runner = asyncio.Runner()
         self._llm: Any = self._runner.run(_made(AsyncLLM, AsyncEngineArgs(**arguments, scheduling_policy=policy)))
         self._serial = 0
@@ -92,6 +100,31 @@ class CoreHere:
     def add(self, core_requests: Sequence[Any]) -> None:
         for request in core_requests:
             self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def add_stock(self, prompts: Sequence[Sequence[int]], sampling: Sampling, serial: str) -> None:
+        """Requests as vLLM's own, drawn with its own sampler and without seeds, which it would draw one by one.
+
+        Their core must have been made with `without_ours`.
+        """
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest  # type: ignore[import-not-found, unused-ignore]
+
+        drawn = {name: getattr(sampling, name) for name in STOCK_FIELDS}
+        for number, prompt_ids in enumerate(prompts):
+            request = EngineCoreRequest(
+                request_id=f"{serial}-{number}",
+                prompt_token_ids=list(prompt_ids),
+                mm_features=None,
+                sampling_params=SamplingParams(
+                    **drawn, max_tokens=sampling.max_tokens, ignore_eos=True, detokenize=False
+                ),
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            self.add([request])
 
     def step(self) -> int:
         """Run one step; returns the tokens that it gave."""

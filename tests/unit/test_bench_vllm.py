@@ -30,6 +30,7 @@ def report(**changes: object) -> Report:
         "latencies": Latencies(fcfs=[10.0, 20.0, 40.0], srpt=[5.0, 16.0, 10.0], srpt_learned=[9.0, 22.0, 40.0]),
         "throughputs": Throughputs(ours=[99.0, 50.0, 200.0], stock=[100.0, 40.0, 250.0]),
         "steps": {("top_p", 32): [Step(0.2, 0.1, 0.002), Step(0.1, 0.1, 0.003), Step(0.4, 0.2, 0.002)]},
+        "stock_steps": {("top_p", 32): [Step(0.3, 0.2, 0.0), Step(0.3, 0.25, 0.0), Step(0.3, 0.1, 0.0)]},
     }
     return Report("bench vllm", {}, report_rows(**{**parts, **changes}))  # type: ignore[arg-type]
 
@@ -56,6 +57,7 @@ def test_the_draws_share_is_of_processor_time_and_a_step_is_of_the_clock() -> No
     made = report()
     assert made.value("sampler_share_pct_top_p_c32") == pytest.approx(2.0)  # of 2, 3 and 1 %
     assert made.value("step_ms_top_p_c32") == pytest.approx(200.0)
+    assert made.value("step_over_stock_top_p_c32") == pytest.approx(0.5)  # 0.1 over 0.2
 
 
 def test_what_others_read_comes_first() -> None:
@@ -87,7 +89,7 @@ def test_a_list_is_long_enough_to_keep_all_places_full(quick: bool) -> None:
     plan = VllmPlan(3, quick)
     assert plan.served_requests >= 2 * CONCURRENCY
     assert CONCURRENCY in plan.sampled_concurrencies
-    assert plan.measurements == 2 * plan.urgent_rounds + 15 + len(KINDS) * len(plan.sampled_concurrencies)
+    assert plan.measurements == 2 * plan.urgent_rounds + 15 + 2 * len(KINDS) * len(plan.sampled_concurrencies)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
