@@ -40,14 +40,15 @@ def ask(url: str | None, path: str) -> tuple[str, Any]:
         instances = running_instances(settings)
         if not instances:
             raise CommandError("no instance of yours runs on this machine; start one with `make serve`, or give --url")
-        address = instances[0].url
-        if not address:
-            raise CommandError("the newest instance on this machine is still starting; ask again when it is ready")
+        address = next((instance.url for instance in instances if instance.url), None)
+        if address is None:
+            raise CommandError("the instance on this machine is still starting; ask again when it is ready")
     what = path.rsplit("/", 1)[1]
     try:
         answer = httpx.get(f"{address.rstrip('/')}{path}", headers=settings.credentials, timeout=_TIMEOUT_S)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise CommandError(f"{address} asks for a key: set FOREBAY_API_KEY to one (`forebay keys create`)")
+            given = "does not know the key in FOREBAY_API_KEY" if settings.credentials else "asks for a key"
+            raise CommandError(f"{address} {given}: set FOREBAY_API_KEY to one (`forebay keys create`)")
         said = answer.json()
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise CommandError(f"{address}: {said['error']['message']}", exit_code=1)

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cluster.config import Auth
 from deployments.settings import UsageError, load_profile
 from deployments.up import InterruptedBySignalError, LocalInstance, open_model, preflight
 from ops.endpoint import ask, read_environment
@@ -96,7 +97,7 @@ def serve(
         except RuntimeError as error:
             raise CommandError(str(error), exit_code=1) from error
         what = f"{counted(settings.replicas, 'replica')}, engine {settings.engine.kind}, {settings.engine.dtype}"
-        _announce(out, instance.url, folder.name, what, started)
+        _announce(out, instance.url, folder.name, what, started, keys=settings.router.auth is Auth.KEYS)
         try:
             instance.run()
             instance.finish(progress)
@@ -113,7 +114,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _announce(out: Console, url: str, model: str, what: str, started: float) -> None:
+def _announce(out: Console, url: str, model: str, what: str, started: float, *, keys: bool) -> None:
     body = json.dumps(
         {
             "model": model,
@@ -127,7 +128,8 @@ def _announce(out: Console, url: str, model: str, what: str, started: float) -> 
         f"\n[bold]Forebay[/] serves {model} at [bold]{url}[/] ({what}), ready in {ready_s:.1f} s\n", soft_wrap=True
     )
     # Neither wrapped nor marked up: a person copies it.
-    command = f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n"
+    key = ' -H "authorization: Bearer $FOREBAY_API_KEY"' if keys else ""
+    command = f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n    -d '{body}'\n"
     out.print(command, soft_wrap=True, markup=False)
     out.print("Ctrl-C stops it: once, and streams finish first; twice, at once.")
 

@@ -25,6 +25,8 @@ from router.terms import NO_TERMS, Terms
 RETRY_CAP_S = 60
 NO_REPLICA_RETRY_S = 5.0
 """About what a replica takes to come back."""
+UNMEASURED_RETRY_S = 5.0
+"""Of a queue whose drain is not known yet."""
 DRAINING_RETRY_S = 1.0
 """Another router takes it at once."""
 JITTER = 0.2
@@ -133,7 +135,7 @@ def decide(facts: RequestFacts, view: AdmissionView, rng: random.Random) -> Admi
     refused = _over_bounds(facts, view, waiting) or _too_late(facts, view, starts=starts)
     if refused is not None:
         pace = view.pace
-        wait_s = backlog_seconds(pace.backlog, pace.drain_per_s or 0.0)
+        wait_s = backlog_seconds(pace.backlog, pace.drain_per_s)
         outcome, error, numbers = refused
         numbers |= {"backlog": pace.backlog, "drain_per_s": round(pace.drain_per_s or 0.0, 1)}
         return Reject(outcome, retry_after_s(wait_s, rng), error, numbers)
@@ -179,7 +181,12 @@ def _too_late(facts: RequestFacts, view: AdmissionView, *, starts: bool) -> _Ref
     ):
         if allowed_s is not None and predicted_s > allowed_s:
             numbers = {f"predicted_{name}_s": round(predicted_s, 2), f"allowed_{name}_s": allowed_s}
-            return Outcome.REJECTED_DEADLINE, "", numbers | {"ahead": pace.ahead}
+            what = name.replace("_", " ")
+            error = (
+                f"Its {what} is expected {predicted_s:.2f} s after it came, and it allows {allowed_s:g} s: "
+                "allow more time or try again later."
+            )
+            return Outcome.REJECTED_DEADLINE, error, numbers | {"ahead": pace.ahead}
     return None
 
 
@@ -205,8 +212,13 @@ def evenly_ahead(backlog: int, own: int, weight: float, waiting_weight: float) -
     return min(float(backlog), own * waiting_weight / weight)
 
 
-def backlog_seconds(backlog: float, drain_per_s: float) -> float:
-    """How long a queue takes to drain at its measured rate; endless where nothing drains."""
+def backlog_seconds(backlog: float, drain_per_s: float | None) -> float:
+    """How long a queue takes to drain at its measured rate; endless where nothing drains, a guess where nothing has been
+    measured."""
+    if not backlog:
+        return 0.0
+    if drain_per_s is None:
+        return UNMEASURED_RETRY_S
     return backlog / drain_per_s if drain_per_s > 0 else math.inf
 
 

@@ -212,6 +212,7 @@ class RouterCore:
             live = self._live[request_id]
             if live.replica_id is None:
                 retry_after = self._dispatcher.retry_after_s(live, now_s)
+                live.decided(now_s, "expired", queued_s=round(now_s - live.queued_s, 2))
                 self._finalize(live, Outcome.EXPIRED_IN_QUEUE, retry_after=retry_after)
 
     # --- queue and placement ---

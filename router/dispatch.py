@@ -328,8 +328,8 @@ class Dispatcher:
 
     def retry_after_s(self, live: Live, now_s: float) -> int:
         name = live.priority_class.name
-        drain_per_s = self._drains[name].per_s(now_s) or 0.0
-        return retry_after_s(backlog_seconds(self.queue.of_class(name).service, drain_per_s), self._rng)
+        backlog = self.queue.of_class(name).service
+        return retry_after_s(backlog_seconds(backlog, self._drains[name].per_s(now_s)), self._rng)
 
     def drain_per_s(self, priority_class: str, now_s: float) -> float | None:
         return self._drains[priority_class].per_s(now_s)

@@ -81,7 +81,7 @@ MEANINGS: dict[Outcome, Meaning] = {
         504,
         "server_error",
         "expired_in_queue",
-        "The request waited longer than the queue allows; try again later.",
+        "The request waited longer for a replica than its class, or it by itself, allows; try again later.",
         logging.WARNING,
         "rejected-ttl-expired",
     ),

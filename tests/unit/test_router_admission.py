@@ -126,6 +126,13 @@ def test_retry_after_is_at_least_one_second_and_at_most_sixty_and_jittered_at_th
     assert len(capped) > 15
 
 
+def test_retry_after_an_empty_queue_is_the_least_and_after_one_that_was_not_measured_a_few_seconds() -> None:
+    rng = random.Random(5)
+    for drain_per_s in (None, 0.0, 3.0):
+        assert retry_after_s(backlog_seconds(0, drain_per_s), rng) == 1
+    assert {retry_after_s(backlog_seconds(10**6, None), rng) for _ in range(200)} == {4, 5, 6}
+
+
 # --- what a tenant may fill ---
 
 
