@@ -5,13 +5,12 @@ Owns: the plans of a full and a quick run, and what is shown while they run. Imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 
 from cluster.config import DType
 from cluster.model import ModelFolder
@@ -30,7 +29,7 @@ from ops.bench.batching_a100 import MODEL, run_modelled
 from ops.bench.batching_bound import Bound, StepSamples, bound
 from ops.bench.batching_loop import Extent, Measured, Mode, Setting
 from ops.bench.lengths import SOURCE
-from ops.report import Context, Report, ReportRow, format_number, machine_context, print_table
+from ops.report import Context, Report, ReportRow, counting_bar, format_number, machine_context, print_table
 from ops.sim.step_time import a100
 
 _SIZES = (8, 16, 32, 64, 96, 128)
@@ -159,7 +158,7 @@ def _modelled(settings: BatchingSettings, errors: Console) -> tuple[Sweep, list[
     def run_one(setting: Setting, extent: Extent, show: Callable[[int], None]) -> Measured:
         return run_modelled(setting, extent, settings.seed, show)
 
-    with _progress(errors) as bar:
+    with counting_bar(errors) as bar:
         bars = _Bars(bar, "A100, modelled", settings_tried(plan) + 2)
         tried = sweep(plan, run_one, bars.watch)
         unpadded = []
@@ -185,7 +184,7 @@ def _embedded(settings: BatchingSettings, model: ModelFolder, errors: Console) -
         measure_steps(machine.backend, plan.continuous, samples, settings.seed)
         return machine.run(setting, extent, settings.seed, show)
 
-    with _progress(errors) as bar:
+    with counting_bar(errors) as bar:
         bars = _Bars(bar, f"{model.name}, measured", settings_tried(plan))
         tried = sweep(plan, run_one, bars.watch)
         bars.finish()
@@ -217,17 +216,3 @@ def _context(settings: BatchingSettings) -> Context:
         "embedded_budgets": embedded.budgets,
         "embedded_padded_budget": embedded.padded_budget,
     }
-
-
-@contextmanager
-def _progress(errors: Console) -> Iterator[Progress]:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=errors,
-        transient=True,
-        disable=not errors.is_terminal,
-    ) as bar:
-        yield bar

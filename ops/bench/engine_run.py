@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from cluster.config import DType
@@ -41,7 +40,7 @@ from ops.bench.peers.lines import Failed, Measured, Open, Opened, Profile, Profi
 from ops.bench.worker import Answer, Worker, WorkerError
 from ops.bench.workload import OUTPUT_DIVISOR, PROMPT_DIVISOR, WorkItem, work_items
 from ops.errors import CommandError
-from ops.report import Context, Report, format_number, machine_context, print_table
+from ops.report import Context, Report, counting_bar, format_number, machine_context, print_table
 
 ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -198,15 +197,7 @@ def run(bench: EngineBench, out: Console, errors: Console) -> Report:
 
 
 def _compare(bench: EngineBench, workers: Workers, items: Sequence[WorkItem], errors: Console) -> Comparison:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=errors,
-        transient=True,
-        disable=not errors.is_terminal,
-    ) as bar:
+    with counting_bar(errors) as bar:
         task = bar.add_task("starting", total=measurements(bench.plan, bench.engines))
 
         def measure(engine: Engine, setting: Setting, items: Sequence[WorkItem], concurrency: int) -> Measured | str:

@@ -24,7 +24,6 @@ import httpx
 import msgspec
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.metrics import REPLICAS_READY
 from cluster.model import ModelFolder
@@ -62,7 +61,7 @@ from ops.bench.router_wire import (
 )
 from ops.bench.worker import Worker, WorkerError
 from ops.errors import CommandError
-from ops.report import Context, Report, machine_context, print_table
+from ops.report import Context, Report, counting_bar, machine_context, print_table
 
 ROOT = Path(__file__).parents[2]
 PEERS_BIN = ROOT / ".venv-routers" / "bin"
@@ -311,9 +310,8 @@ def run(bench: RouterBench, out: Console, errors: Console) -> Report:
 
 def _measure(bench: RouterBench, parts: Bench, errors: Console) -> Figures:
     plan, figures, targets = bench.plan, Figures(), parts.targets
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     per_round = len(plan.streams) * len(targets) + 1 + len(targets) + 1 + 1 + len(targets)
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with counting_bar(errors) as bar:
         task = bar.add_task("", total=plan.rounds * per_round)
 
         def begins(what: str) -> None:

@@ -17,7 +17,6 @@ from statistics import mean
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
 from cluster.clock import SystemClock
@@ -46,7 +45,7 @@ from ops.bench.vllm import (
 from ops.bench.vllm_stock import CoreHere, Stock, without_ours
 from ops.bench.workload import OUTPUT_DIVISOR, PROMPT_DIVISOR, WorkItem, work_items
 from ops.errors import CommandError
-from ops.report import Report, machine_context, print_rows
+from ops.report import Report, counting_bar, machine_context, print_rows
 
 MAX_MODEL_LEN = 1024
 BLOCK_SIZE_TOKENS = 32
@@ -359,15 +358,7 @@ def run(bench: VllmBench, out: Console, errors: Console) -> Report:
     """
     # Before vLLM is imported; what its processes have to say must not get into the table.
     os.environ.update(ENVIRONMENT | {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "OMP_NUM_THREADS": "1"})
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=errors,
-        transient=True,
-        disable=not errors.is_terminal,
-    ) as bar:
+    with counting_bar(errors) as bar:
         task = bar.add_task("", total=bench.plan.measurements)
 
         def show(what: str) -> None:
