@@ -68,8 +68,7 @@ class Intake:
             made=len(live.output),
             stated=request.stated_output_tokens,
         )
-        expected = state.prompt_tokens + output_tokens
-        state.predicted_tokens = min(max(expected, state.tokens + 1.0), float(state.limit_tokens))
+        state.expect(output_tokens)
 
     def learn(self, live: Live) -> None:
         """It has ended by itself: this is how long it became."""

@@ -96,6 +96,11 @@ class SequenceState:
         """It has been counted as an urgent request that found no victim."""
         self.key: SortKey = ()
 
+    def expect(self, output_tokens: float) -> None:
+        """So much output is expected in all; where it has more already, or may not have so much, as near to it as can be."""
+        expected = self.prompt_tokens + output_tokens
+        self.predicted_tokens = min(max(expected, self.tokens + 1.0), float(self.limit_tokens))
+
 
 class Line:
     """Sequences sorted by their keys, with the load of each priority kept up to date.

@@ -264,8 +264,7 @@ class Ledger:
             made=state.tokens - note.prompt_tokens,
             stated=note.stated_output_tokens,
         )
-        expected = note.prompt_tokens + output
-        state.predicted_tokens = min(max(expected, state.tokens + 1.0), float(state.limit_tokens))
+        state.expect(output)
 
     def _wait(self, tracked: Tracked) -> None:
         tracked.state.running = False
