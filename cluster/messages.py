@@ -21,8 +21,8 @@ from cluster.types import (
     TokenDelta,
 )
 
-PROTOCOL_NEWEST = 2
-PROTOCOL_OLDEST = 2
+PROTOCOL_NEWEST = 3
+PROTOCOL_OLDEST = 3
 """The oldest version that this code still speaks."""
 
 
