@@ -11,7 +11,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 
 def is_loopback(host: str) -> bool:
@@ -203,7 +212,8 @@ DEFAULT_CLASSES = (
 
 
 class RouterConfig(Config):
-    """One router: its listener, its queue and its patience."""
+    """One router: its listener, its queues and its patience. Each model has a queue of its own: what bounds one, and
+    what is remembered, holds for each."""
 
     host: str = Field(
         "127.0.0.1", description="Address that HTTP listens on; for any but loopback `auth` must say who is served."
@@ -231,7 +241,23 @@ class RouterConfig(Config):
     step_age_limit_s: PositiveFloat = Field(
         10.0, description="A step older than this is stuck: nothing new is sent there."
     )
-    max_attempts: PositiveInt = Field(3, description="Engines that one request may be lost with before it is given up.")
+    max_attempts: PositiveInt = Field(
+        32,
+        description="Attempts that one request may lose with an engine, or by broken or missing tokens, before it is given "
+        "up, so that nothing goes round for ever. What kills engines itself is found out sooner.",
+    )
+    outlier_faults: PositiveInt = Field(
+        5,
+        description="Faults of a replica in a row, of different requests, after which it gets nothing new for a while; "
+        "errors of one tenant alone count half.",
+    )
+    outlier_window_s: PositiveFloat = Field(60.0, description="A fault that is older says nothing any more.")
+    out_for_s: PositiveFloat = Field(
+        10.0, description="So long a replica that failed gets nothing new; twice as long each further time in a row."
+    )
+    out_longest_s: PositiveFloat = Field(
+        300.0, description="The longest such time; after as long a time without, the next is the first again."
+    )
     max_stream_bytes: PositiveInt = Field(
         2**20, description="Bytes held for a client that reads slowly; beyond it the stream ends."
     )
@@ -240,6 +266,11 @@ class RouterConfig(Config):
         600.0, description="Longest wait in the queue; beyond it the request ends with 504."
     )
     body_timeout_s: PositiveFloat = Field(30.0, description="Longest time for a client to send its body.")
+    drain_notice_s: NonNegativeFloat | None = Field(
+        None,
+        description="A router that stops serves on for so long after /ready has said no: longer than a balancer takes to "
+        "see it. None: 5 s, or 0 where nothing can stand before it: one router, on loopback.",
+    )
     tenants: tuple[TenantConfig, ...] = Field(
         (), description="Tenants that are to get more or less than others, and that metrics name; all others weigh 1."
     )
@@ -277,6 +308,11 @@ class RouterConfig(Config):
     affinity_entries: PositiveInt = Field(
         65_536, description="Sessions and beginnings of prompts that are remembered, with the replica that had them."
     )
+    prefix_entries: PositiveInt = Field(
+        1_000_000,
+        description="Blocks in the replicas' prefix caches that a router remembers, each once for every replica that holds "
+        "it: a replica's whole cache has as many as its pool has blocks. About 200 bytes each.",
+    )
     explained_requests: PositiveInt = Field(
         10_000, description="Ended requests whose decisions can still be asked for."
     )
@@ -313,7 +349,8 @@ class TransportConfig(Config):
     )
     handshake_timeout_s: PositiveFloat = Field(5.0, description="Longest time from connect to welcome.")
     report_period_s: PositiveFloat = Field(
-        0.1, description="A report leaves at least so often, from outside the engine's thread."
+        0.1,
+        description="A report leaves so often, from outside the engine's thread, but where one has in the last half of it.",
     )
     outbox_max_bytes: PositiveInt = Field(
         4 * 2**20, description="Unsent tokens held per router; beyond it that router's most backlogged streams end."
@@ -342,6 +379,16 @@ class HealthConfig(Config):
     step_age_limit_s: PositiveFloat = Field(
         30.0, description="A step older than this will not end: the replica is replaced."
     )
+    start_timeout_s: PositiveFloat = Field(
+        1800.0,
+        description="Longest time from `forebay serve` until every replica is loaded: tens of gigabytes of weights from a "
+        "slow disk, compilation and graph capture on a cold GPU take many minutes.",
+    )
     drain_timeout_s: PositiveFloat = Field(
         600.0, description="Longest time that a stopping replica or router works on."
+    )
+    hand_back_after_s: NonNegativeFloat = Field(
+        30.0,
+        description="A stopping replica finishes what ends within this; the rest goes on elsewhere, which costs computing "
+        "it again up to where it was, and frees the GPU.",
     )

@@ -12,6 +12,7 @@ import msgspec
 from cluster.types import (
     Generation,
     Preempted,
+    PrefixChange,
     Refusal,
     ReplicaId,
     ReplicaReport,
@@ -78,6 +79,8 @@ class Add(Message, frozen=True):
     attempt: int
     sequence: int
     """Rises with each Add of this router, across its links."""
+    shared: bool = False
+    """A minimum share sends it out, past more urgent work that waits; the other routers are told."""
 
 
 class Abort(Message, frozen=True):
@@ -107,6 +110,9 @@ class StepFrame(Message, frozen=True):
     deltas: tuple[TokenDelta, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     preempted: tuple[Preempted, ...] = ()
+    prefixes: PrefixChange | None = None
+    """What is new of its prefix cache, as much of it as a frame may carry. `afresh` with the first of a link; before that,
+    and from an engine without a prefix cache, nothing is known."""
 
 
 # --- the roster ---
@@ -142,18 +148,136 @@ class BandStatus(msgspec.Struct, frozen=True, array_like=True):
     running_requests: int
 
 
+class Unroutable(msgspec.Struct, frozen=True, array_like=True):
+    """A replica that a router sends nothing new."""
+
+    replica_id: ReplicaId
+    why: str
+    """A value of `router.view.Condition`."""
+
+
+class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A model as a router sees it."""
+
+    model: str
+    ready: bool
+    """Whether a replica takes its work."""
+    bands: tuple[BandStatus, ...]
+    unroutable: tuple[Unroutable, ...] = ()
+
+
 class RouterStatus(Message, frozen=True):
     router_id: RouterId
     observed_unix_s: float
     url: str
     pid: int
-    bands: tuple[BandStatus, ...]
+    models: tuple[ModelStatus, ...]
 
 
 class StatusRequest(Message, frozen=True):
     """A router asks for the whole picture, to answer `forebay status`."""
 
     ask_id: int
+
+
+# --- one order among routers ---
+
+
+class Waiter(msgspec.Struct, frozen=True, array_like=True):
+    """A request that waits on a router: its place in the order of its band, least first in (counter, rank, arrived)."""
+
+    tenant: str
+    counter: float
+    """Of its tenant, see router/fairness.py. Minus infinity for what goes on after a loss: it goes before new work."""
+    rank: float
+    arrived_unix_s: float
+    charge: float
+    """What its tenant's counter grows by when it is sent out."""
+
+
+class BandDemand(msgspec.Struct, frozen=True, array_like=True):
+    """What one router has in one band."""
+
+    priority: int
+    waiting: int
+    """Requests; of a router that reaches no replica that takes work, 0."""
+    sent: int
+    """Attempts sent out in all, since the router started."""
+    level: float
+    """The least counter among tenants with work waiting; where nobody waits, of the last that did."""
+
+
+class TenantService(msgspec.Struct, frozen=True, array_like=True):
+    """What a tenant got through one router in one band."""
+
+    priority: int
+    tenant: str
+    since: int
+    """Number of the demand with which `total` was told first: it was zero before."""
+    total: float
+    """Service over the tenant's weight, in all; what was taken back is taken off."""
+
+
+class RouterDemand(Message, frozen=True):
+    """What waits on a router for one model, every 50 ms while anything does, and whenever there is service to tell."""
+
+    model: str
+    number: int
+    """Rises with each that is sent for this model."""
+    bands: tuple[BandDemand, ...]
+    """Most urgent first, those in which nothing waits last."""
+    heads: tuple[Waiter, ...]
+    """The first of the most urgent band in which anything waits."""
+    first_for_s: float
+    """How long the first of them has been the first and has not been sent out."""
+    blocked: bool
+    """A replica has a slot for it and not the blocks: room gathers for it."""
+    held_s: float
+    """How long there has been room for it and only a gate has kept it from it."""
+    sent_per_s: float
+    """Attempts lately sent out, of any band."""
+    sent_service: float
+    """Service sent out in all, of any band."""
+    open_service: float
+    """Of that, what is open, over the tenants' weights."""
+    service: tuple[TenantService, ...]
+    """What has changed since it was told last, as much of it as a message may carry."""
+
+
+class Gate(msgspec.Struct, frozen=True, array_like=True):
+    """Above `priority` all is let out, of `priority` what makes no more than `sent_max` in all, below nothing."""
+
+    priority: int
+    sent_max: int
+
+
+class BandLevel(msgspec.Struct, frozen=True, array_like=True):
+    """How the other routers stand in one band."""
+
+    priority: int
+    level: float
+    """The least of theirs where anything waits, else the greatest."""
+    routers_waiting: int
+    """Of the others, those with work waiting there."""
+
+
+class RouterService(msgspec.Struct, frozen=True, array_like=True):
+    """What another router has told since it was passed on last."""
+
+    router_id: RouterId
+    number: int
+    """Of the earliest demand in it."""
+    sent_service: float
+    service: tuple[TenantService, ...]
+
+
+class Gates(Message, frozen=True):
+    """What a router is to know of the others, for one model. A gate is in force until the next comes, for 500 ms at most."""
+
+    model: str
+    gate: Gate | None
+    levels: tuple[BandLevel, ...]
+    others: tuple[RouterService, ...]
 
 
 # --- controller -> replica or router ---
@@ -189,8 +313,8 @@ class ClusterStatus(Message, frozen=True):
 
 ToReplica = Add | Abort | ResendFrom | Goodbye
 ToRouter = StepFrame
-ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest
-FromController = Granted | Roster | ClusterStatus
+ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | RouterDemand
+FromController = Granted | Roster | ClusterStatus | Gates
 Handshake = Challenge | Hello | Welcome | Rejected
 
 

@@ -1,12 +1,15 @@
 """Every metric name and label of Forebay, once.
 
-Label values are bounded: priority classes and named tenants come from config, outcomes from `types.Outcome`, replicas
-from the roster.
+Label values are bounded: priority classes, named tenants and models come from config, outcomes from `types.Outcome`,
+replicas from the roster.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+MODEL_LABEL = "model"
+"""Of every series of a core, added where they are shown; see router/exposition.py."""
 
 
 class Metric(NamedTuple):
@@ -50,6 +53,16 @@ SHARED = Metric(
     "Attempts sent out before more urgent work that waited, out of their class's minimum share.",
     ("priority_class",),
 )
+GATE_HELD = Metric(
+    "forebay_gate_held",
+    "Requests that a gate held back while more urgent or earlier work waited on another router.",
+    ("priority_class",),
+)
+GATE_SHUT = Metric(
+    "forebay_gate_shut",
+    "1 where more urgent work that waits on another router keeps the class back.",
+    ("priority_class",),
+)
 OTHER_TENANTS = "other"
 """Stands for every tenant that the config does not name."""
 SERVED = Metric("forebay_tenant_service_tokens", "Weighted tokens that tenants were charged for.", ("tenant",))
@@ -68,9 +81,20 @@ OUTPUT_OVER_STATED = Metric(
     ("priority_class",),
 )
 CONTINUED = Metric("forebay_continued", "Requests continued on another replica, by why.", ("reason",))
+ENGINE_DEATHS = Metric("forebay_engine_deaths", "Replicas that were lost with requests running on them.")
+SUSPECTS = Metric("forebay_suspects", "Live requests that ran on an engine when it died and are not cleared yet.")
 FENCED = Metric("forebay_fenced_deltas", "Deltas dropped: of an old attempt, or repeats.", ("kind",))
 GAPS = Metric("forebay_delta_gaps", "Gaps in a stream that were asked for again.")
+TURNED_AWAY = Metric(
+    "forebay_requests_turned_away",
+    "Requests answered with an error before they reached a queue: no key, a limit, a wrong body; by status and code.",
+    ("status", "code"),
+)
 REFUSALS = Metric("forebay_replica_refusals", "Attempts that a replica refused.", ("reason",))
+EJECTIONS = Metric(
+    "forebay_replica_ejections", "Times that a replica was put out, by the fault that did it.", ("fault",)
+)
+REPLICAS_EJECTED = Metric("forebay_replicas_ejected", "Replicas that get nothing new because they failed.")
 REPLICAS_READY = Metric("forebay_replicas_ready", "Replicas that new work can be sent to.")
 REPLICA_SLOTS = Metric("forebay_replica_slots", "Running-request slots of a replica.", ("replica",))
 REPLICA_RUNNING = Metric("forebay_replica_running_requests", "Running requests of a replica.", ("replica",))

@@ -88,6 +88,14 @@ class ModelFolder:
         """A setting that is a positive whole number; `default` where it is absent or null. Raises ModelFolderError."""
         return _positive(self.path, self.settings, key, default)
 
+    def check_context(self, max_model_len: int) -> None:
+        """Raises ModelFolderError where the model was made for shorter texts than these."""
+        if max_model_len > self.max_position_embeddings:
+            raise ModelFolderError(
+                f"{self.name} was made for {self.max_position_embeddings} tokens: "
+                f"lower max_model_len ({max_model_len}) to that"
+            )
+
 
 def _read_json(path: Path, file: str, *, required: bool) -> dict[str, Any]:
     target = path / file

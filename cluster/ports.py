@@ -18,6 +18,7 @@ from cluster.types import (
     EngineState,
     Generation,
     Preempted,
+    PrefixChange,
     Refusal,
     ReplicaId,
     ReplicaReport,
@@ -49,6 +50,8 @@ class StepResult(Value, frozen=True):
     deltas: tuple[TokenDelta, ...] = ()
     preempted: tuple[Preempted, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    prefixes: PrefixChange | None = None
+    """None where nothing changed. All that an engine has ever told together is what its prefix cache holds."""
 
 
 class EngineProgress(Value, frozen=True):
@@ -209,8 +212,12 @@ class ReplicaPort(Protocol):
     @property
     def generation(self) -> Generation: ...
 
-    def add(self, request: Request, attempt: int) -> int:
-        """Send a request. Returns its sequence number; reports with `applied_sequence` >= it count it."""
+    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
+        """Send a request. Returns its sequence number; reports with `applied_sequence` >= it count it.
+
+        Args:
+            shared: A minimum share sends it out, past more urgent work.
+        """
         ...
 
     def abort(self, request_id: RequestId, attempt: int) -> None: ...

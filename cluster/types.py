@@ -130,6 +130,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One per token where the request asked for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Where asked for, with the attempt's first delta that says anything: one per prompt token but the first."""
+    cached_tokens: int = 0
+    """With the attempt's first delta: tokens of the prompt that were found in the prefix cache, or shared by a sibling,
+    when the attempt was first let in, instead of being computed."""
 
 
 class RefusalReason(StrEnum):
@@ -182,6 +185,21 @@ class PriorityLoad(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks that it holds; of waiting work, those that paused requests keep, which more urgent work can take."""
 
 
+class PrefixChange(msgspec.Struct, frozen=True, array_like=True):
+    """What has come into an engine's prefix cache, and what has left it, since the last one.
+
+    Both are blocks that hold a prefix, each by the first 8 bytes of its hash (cluster/engine/prefix.py), one after the
+    other; the last word on a block counts. Two blocks that agree in these 8 bytes are taken for one: a wrong guess of
+    where a prompt is best sent, once in 2**64 pairs, and never a wrong answer, since engines go by the whole hash.
+    """
+
+    held: bytes = b""
+    gone: bytes = b""
+    """Some may never have been told as held."""
+    afresh: bool = False
+    """Nothing that was told before counts any more."""
+
+
 class EngineLoad(Value, frozen=True):
     """What one engine holds right now. Counters only ever rise within a generation."""
 
@@ -231,6 +249,14 @@ class ReplicaState(StrEnum):
     DRAINING = "draining"
 
 
+class SharedWork(msgspec.Struct, frozen=True, array_like=True):
+    """A request that a router sent out of its class's minimum share, past more urgent work that waited (router/share.py)."""
+
+    priority: int
+    age_s: float
+    """Since it came here."""
+
+
 class ReplicaReport(Value, frozen=True):
     """A replica's true state, sent with every frame and every 100 ms from outside the engine's thread."""
 
@@ -243,6 +269,8 @@ class ReplicaReport(Value, frozen=True):
     """Age of the step that runs now; None between steps and when idle."""
     applied_sequence: int = 0
     """Highest `Add.sequence` of the receiving router that `load` already counts."""
+    shared: tuple[SharedWork, ...] = ()
+    """Of the other routers, what is here and not preempted."""
 
 
 class Outcome(StrEnum):
@@ -264,5 +292,9 @@ class Outcome(StrEnum):
     TIMED_OUT = "timed_out"
     """Its own time limit passed while it ran."""
     REPLICA_LOST = "replica_lost"
+    QUARANTINED = "quarantined"
+    """Engines that ran it died again and again, the last one of this request alone."""
     ENGINE_ERROR = "engine_error"
     SLOW_CLIENT = "slow_client"
+    SHUT_DOWN = "shut_down"
+    """Its router's grace time was over while it ran."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
@@ -14,6 +16,8 @@ from deployments.router import Router
 from deployments.settings import Instance
 
 APPLICATION = "forebay"
+_UNSAFE = re.compile("[^A-Za-z0-9-]+")
+"""In the name of a deployment, which is also part of the names of files and actors."""
 
 
 def build(instance: Instance) -> Application:
@@ -26,10 +30,11 @@ def build(instance: Instance) -> Application:
     fields = instance.model_dump(mode="json")
     grace_s = profile.health.drain_timeout_s
 
-    def deployment(target: type, count: int, **resources: Any) -> Deployment:
+    def deployment(target: type, count: int, name: str, *, max_surge_percent: int = 0, **resources: Any) -> Deployment:
         return serve.deployment(
-            name=target.__name__,
+            name=name,
             num_replicas=count,
+            max_surge_percent=max_surge_percent,
             ray_actor_options={"num_cpus": 0, **resources},
             # One that cannot be constructed (a model that does not load) will not be at the third try either.
             max_constructor_retry_count=1,
@@ -39,6 +44,17 @@ def build(instance: Instance) -> Application:
             graceful_shutdown_timeout_s=grace_s + 10,
         )(target)
 
-    controller = deployment(Controller, 1).bind(fields)
-    replicas = deployment(Replica, profile.replicas, **gpu_options(profile)).bind(fields, controller)
-    return deployment(Router, 1).bind(fields, controller, replicas)
+    controller = deployment(Controller, 1, "Controller").bind(fields)
+    models = instance.models()
+    replicas = [
+        deployment(Replica, m.config.replicas, name, **gpu_options(m.config)).bind(fields, m.name, controller)
+        for name, m in zip(replica_deployments(list(models)), models.values(), strict=True)
+    ]
+    # In an upgrade a new router comes before an old one goes, on the same port. A replica's place is free only once its
+    # old one has gone, where every GPU is taken: it is replaced in place, one at a time.
+    return deployment(Router, profile.routers, "Router", max_surge_percent=100).bind(fields, controller, replicas)
+
+
+def replica_deployments(models: Sequence[str]) -> tuple[str, ...]:
+    """Names for the deployments of the replicas of these models, no two alike."""
+    return tuple(f"Replica-{number}-{_UNSAFE.sub('-', model)}" for number, model in enumerate(models))

@@ -1,7 +1,7 @@
 """The controller's side of every router and replica: the rendezvous, and the whole picture for `forebay status`.
 
-Owns: who is connected and what each last reported. Imports `cluster` and the transport; no Ray. It observes and
-introduces; it decides nothing yet.
+Owns: who is connected and what each last reported, and when gates are handed out (cluster/control decides which).
+Imports `cluster` and the transport; no Ray.
 
 Invariant: it holds nothing that its successor does not rebuild from the first hellos and reports, so that it can be
 killed at any moment. Its generation is higher than any that its peers have seen.
@@ -9,10 +9,14 @@ killed at any moment. Its generation is higher than any that its peers have seen
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import uuid
 from dataclasses import dataclass, field
 
+from cluster.control.gates import PERIOD_S
+from cluster.control.routers import Routers
 from cluster.messages import (
     ClusterStatus,
     Granted,
@@ -22,12 +26,13 @@ from cluster.messages import (
     ReplicaSummary,
     Roster,
     RosterEntry,
+    RouterDemand,
     RouterStatus,
     StatusRequest,
     ToController,
 )
 from cluster.ports import Clock
-from cluster.types import Generation, ReplicaReport
+from cluster.types import Generation, ReplicaReport, ReplicaState, RouterId
 from deployments.transport import Identity, Link
 
 ROLES = frozenset({"router", "replica"})
@@ -40,6 +45,7 @@ class _Peer:
     server: ControllerServer
     link: Link
     role: str
+    sender_id: str
     entry: RosterEntry | None = None
     pid: int = 0
     report: ReplicaReport | None = None
@@ -50,7 +56,7 @@ class _Peer:
         self.server.message(self, message)
 
     def writable(self) -> None:
-        """Rosters are small and rare; nothing is held back."""
+        """Rosters are small and rare; nothing is held back. Gates wait for the next period."""
 
     def closed(self, reason: str) -> None:
         del reason
@@ -67,6 +73,11 @@ class ControllerServer:
         self._generation = Generation(1, uuid.uuid4().hex)
         self._replica_generation_highest = 0
         self._peers: set[_Peer] = set()
+        self._routers = Routers()
+        self._router_peers: dict[RouterId, _Peer] = {}
+        """The latest link of each router."""
+        self._handed_out_s = -math.inf
+        self._handing_out: asyncio.TimerHandle | None = None
 
     def identity(self, hello: Hello) -> Identity:
         """Who we are towards this peer: of a later generation than any controller that it has seen."""
@@ -77,7 +88,7 @@ class ControllerServer:
         return Identity(role="controller", sender_id="controller", secret=self._secret, generation=self._generation)
 
     def accept(self, link: Link, hello: Hello) -> _Peer:
-        peer = _Peer(self, link, hello.role)
+        peer = _Peer(self, link, hello.role, hello.sender_id)
         self._peers.add(peer)
         if hello.role == "replica":
             if hello.generation is None:
@@ -87,12 +98,19 @@ class ControllerServer:
                 self._replica_generation_highest = max(self._replica_generation_highest, hello.generation.number)
         else:
             link.send(self._roster())
+            self._router_peers[RouterId(peer.sender_id)] = peer
+            self._routers.joined(RouterId(peer.sender_id))
+            self._hand_out_soon()
         return peer
 
     def peer_gone(self, peer: _Peer) -> None:
         self._peers.discard(peer)
         if peer.entry is not None:
             self._tell_routers()
+        router_id = RouterId(peer.sender_id)
+        if self._router_peers.get(router_id) is peer:
+            del self._router_peers[router_id]
+            self._routers.left(router_id)
 
     def message(self, peer: _Peer, message: ToController) -> None:
         match message:
@@ -103,8 +121,45 @@ class ControllerServer:
                 peer.report, peer.reported_at = report, self._clock.monotonic()
             case RouterStatus():
                 peer.router = message
+            case RouterDemand():
+                router_id = RouterId(peer.sender_id)
+                if self._router_peers.get(router_id) is peer:
+                    self._routers.heard(router_id, message, self._clock.monotonic())
+                    self._hand_out_soon()
             case StatusRequest(ask_id=ask_id):
                 peer.link.send(self._status(ask_id))
+
+    # --- gates ---
+
+    def _hand_out_soon(self) -> None:
+        """Now, or a period after the last time."""
+        if self._handing_out is None:
+            wait_s = max(0.0, self._handed_out_s + PERIOD_S - self._clock.monotonic())
+            self._handing_out = asyncio.get_running_loop().call_later(wait_s, self._hand_out)
+
+    def _hand_out(self) -> None:
+        self._handing_out = None
+        self._handed_out_s = now_s = self._clock.monotonic()
+        for router_id, gates in self._routers.hand_out(now_s, self._free_slots, self._can_take):
+            self._router_peers[router_id].link.send(gates)
+        if not self._routers.settled:
+            self._hand_out_soon()
+
+    def _can_take(self, router_id: RouterId) -> bool:
+        return not self._router_peers[router_id].link.congested
+
+    def _free_slots(self, model: str) -> int:
+        free = 0
+        for peer in self._peers:
+            if peer.entry is None or peer.entry.model != model or peer.report is None:
+                continue
+            if peer.report.state is ReplicaState.READY:
+                load = peer.report.load
+                taken = sum(level.requests for level in (*load.running, *load.waiting))
+                free += max(0, load.slots_total - taken)
+        return free
+
+    # --- the roster and the whole picture ---
 
     def _tell_routers(self) -> None:
         roster = self._roster()

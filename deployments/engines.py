@@ -11,7 +11,7 @@ from typing import Any
 from cluster.config import EngineConfig, EngineKind
 from cluster.model import ModelFolder
 from cluster.ports import Clock, EnginePort
-from deployments.settings import Profile, UsageError
+from deployments.settings import ModelConfig, UsageError
 
 
 def build_engine(model: ModelFolder, config: EngineConfig, clock: Clock) -> EnginePort:
@@ -43,9 +43,9 @@ def check_installed(config: EngineConfig) -> None:
         raise UsageError(str(error)) from error
 
 
-def gpu_options(profile: Profile) -> dict[str, Any]:
+def gpu_options(config: ModelConfig) -> dict[str, Any]:
     """What a replica asks of Ray, as Ray names it."""
-    if not profile.gpus_per_replica:
+    if not config.gpus_per_replica:
         return {}
-    kind = {} if profile.accelerator_type is None else {"accelerator_type": profile.accelerator_type}
-    return {"num_gpus": profile.gpus_per_replica, **kind}
+    kind = {} if config.accelerator_type is None else {"accelerator_type": config.accelerator_type}
+    return {"num_gpus": config.gpus_per_replica, **kind}

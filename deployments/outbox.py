@@ -32,6 +32,7 @@ class _AttemptLog:
 
     __slots__ = (
         "attempt",
+        "cached_tokens",
         "error",
         "finish",
         "first_index",
@@ -58,6 +59,7 @@ class _AttemptLog:
         """Tokens of `ids` that have been put in a frame."""
         self.finish: FinishReason | None = None
         self.error = ""
+        self.cached_tokens = 0
 
     @property
     def unsent_bytes(self) -> int:
@@ -72,6 +74,8 @@ class _AttemptLog:
 
     def record(self, delta: TokenDelta) -> int:
         """Add a step's tokens; returns the bytes that they are charged."""
+        if not self.ids:
+            self.cached_tokens = delta.cached_tokens
         self.ids.extend(delta.token_ids)
         self.pieces.extend(delta.pieces)
         size = sum(len(p) + _TOKEN_BYTES for p in delta.pieces)
@@ -105,6 +109,7 @@ class _AttemptLog:
             error=self.error,
             logprobs=tuple(map(_decode, self.logprobs[start:])),
             prompt_logprobs=prompt_logprobs,
+            cached_tokens=self.cached_tokens if start == 0 else 0,
         )
 
 

@@ -24,16 +24,20 @@ LOG = logging.getLogger("forebay.replica")
 class Replica:
     """Ready for routers once it is constructed."""
 
-    async def __init__(self, instance_fields: dict[str, Any], controller: DeploymentHandle[Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, instance_fields: dict[str, Any], model_name: str, controller: DeploymentHandle[Any]
+    ) -> None:
         instance = Instance.model_validate(instance_fields)
         configure_logging(instance)
+        model = instance.model(model_name)
 
-        def load(model: ModelFolder) -> EnginePort:
-            return build_engine(model, instance.profile.engine, SystemClock())
+        def load(folder: ModelFolder) -> EnginePort:
+            return build_engine(folder, model.config.engine, SystemClock())
 
         replica_id = ReplicaId(serve.get_replica_context().replica_id.unique_id)
-        self._process = ReplicaProcess(instance, replica_id, controller_finder(controller), load, _die)
+        self._process = ReplicaProcess(instance, model.folder, replica_id, controller_finder(controller), load, _die)
         await self._process.start(listen_host(instance))
+        await self._process.meet_routers()
 
     async def check_health(self) -> None:
         """Serve asks every second; raising replaces this replica."""

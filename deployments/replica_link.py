@@ -48,6 +48,8 @@ class ReplicaLink:
         self._closing = False
         self._reached = False
         self._why = ""
+        self.refused = ""
+        """Why the replica that answers there is not ours to use, where it or we said so."""
 
     @property
     def replica_id(self) -> ReplicaId:
@@ -59,9 +61,9 @@ class ReplicaLink:
 
     # --- ports.ReplicaPort ---
 
-    def add(self, request: Request, attempt: int) -> int:
+    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
         number = next(self._sequence)
-        self._send(Add(request=request, attempt=attempt, sequence=number))
+        self._send(Add(request=request, attempt=attempt, sequence=number, shared=shared))
         return number
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
@@ -98,6 +100,8 @@ class ReplicaLink:
                 await self._reach()
                 await self._down.wait()
         except TransportError as error:
+            if isinstance(error, RejectedError):
+                self.refused = str(error)
             self._why = f"{self._why}; {error}" if self._why else str(error)
         if self._reached and not self._closing:
             self._listener.replica_lost(self.replica_id, self.generation, self._why)

@@ -24,14 +24,21 @@ from deployments.tasks import raise_if_ended
 from deployments.transport import Acceptor, Identity
 
 ROLES = frozenset({"router"})
+_MEET_S = 10.0
+_MEET_POLL_S = 0.05
+_REFUSING_S = 0.2
+"""What routers sent before they read that this replica takes nothing new is on its way at most so long, and is refused
+by name; lost with the link, it would count as work that an engine died of."""
 
 
 class ReplicaProcess:
-    """One incarnation of a replica. `load` makes its engine, in a thread; `on_death` hears why the engine ended."""
+    """One incarnation of a replica of `model`. `load` makes its engine, in a thread; `on_death` hears why the engine
+    ended."""
 
     def __init__(
         self,
         instance: Instance,
+        model: ModelFolder,
         replica_id: ReplicaId,
         find: Find,
         load: Callable[[ModelFolder], EnginePort],
@@ -42,7 +49,7 @@ class ReplicaProcess:
         self._load = load
         self._on_death = on_death
         self._secret = instance.secret()
-        self._model = ModelFolder.open(instance.model_folder, self._profile.served_name)
+        self._model = model
         self._granted: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._here: ReplicaHere | None = None
         self._acceptor: Acceptor | None = None
@@ -72,6 +79,14 @@ class ReplicaProcess:
         self._here = ReplicaHere(entry=entry, pid=os.getpid())
         self._controller.send(self._here)
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
+
+    async def meet_routers(self) -> None:
+        """Return once as many routers are linked as there are, or after `_MEET_S`: until then this replica is of no use
+        to anybody, and none may be ended for it."""
+        for _ in range(round(_MEET_S / _MEET_POLL_S)):
+            if self.server.routers >= self._profile.routers:
+                return
+            await asyncio.sleep(_MEET_POLL_S)
 
     def _hello_identity(self, seen: Generation | None) -> Identity:
         generation = self._granted.result() if self._granted.done() else None
@@ -108,19 +123,23 @@ class ReplicaProcess:
         return None
 
     async def drain(self) -> None:
-        """Finish what has begun and take nothing new; leave off where the engine gives nothing more, so that it goes on
-        elsewhere. Raises TimeoutError after `health.drain_timeout_s`."""
+        """Take nothing new and finish what ends within `health.hand_back_after_s`; hand the rest back to its routers,
+        which go on with it elsewhere. Leaves off where the engine gives nothing more: its routers see that it is lost."""
         if self._acceptor is None or self._ails() is not None:
             return
-        async with asyncio.timeout(self._profile.health.drain_timeout_s):
-            drained = asyncio.create_task(self.server.drain(), name="drain")
-            try:
-                while not drained.done() and self._ails() is None:
-                    await asyncio.wait({drained}, timeout=self._profile.transport.report_period_s)
-                if drained.done():
-                    await drained
-            finally:
-                drained.cancel()
+        loop, health = asyncio.get_running_loop(), self._profile.health
+        began_s, patience_s = loop.time(), min(health.hand_back_after_s, health.drain_timeout_s)
+        drained = asyncio.create_task(self.server.drain(), name="drain")
+        try:
+            while not drained.done() and self._ails() is None:
+                if loop.time() >= began_s + patience_s:
+                    self.server.hand_back()
+                await asyncio.wait({drained}, timeout=self._profile.transport.report_period_s)
+            if drained.done():
+                await drained
+                await asyncio.sleep(began_s + _REFUSING_S - loop.time())
+        finally:
+            drained.cancel()
 
     async def close(self) -> None:
         """End the links and the engine."""

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 from cluster.config import TransportConfig
@@ -30,23 +32,41 @@ from cluster.types import (
     ReplicaState,
     RequestId,
     RouterId,
+    SharedWork,
 )
 from deployments.outbox import AttemptKey, Outbox
+from deployments.prefix_feed import HeldPrefixes, PrefixFeed
 from deployments.transport import Link
 
 LOG = logging.getLogger("forebay.replica")
 
+_SHARED_TOLD = 64
+"""Attempts that minimum shares sent here that a report tells of, the latest."""
 _PREEMPTED_KEPT = 4096
 """Notices of preemption held for a router that does not read; they explain, nothing depends on them."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """An attempt that a minimum share sent here."""
+
+    session: RouterSession
+    priority: int
+    since_s: float
+    """Monotonic."""
+    preempted: bool = False
 
 
 class RouterSession:
     """One router's work on this replica; outlives its links by `orphan_after_s`."""
 
-    def __init__(self, router_id: RouterId, server: ReplicaServer, outbox: Outbox) -> None:
+    def __init__(self, router_id: RouterId, server: ReplicaServer, outbox: Outbox, prefixes: PrefixFeed) -> None:
         self.router_id = router_id
         self.outbox = outbox
+        self.prefixes = prefixes
         self.link: Link | None = None
+        self.sent_s = -math.inf
+        """When it was sent a frame last, monotonic."""
         self.applied_sequence = 0
         self.latest_attempt: dict[RequestId, int] = {}
         self.refusals: list[Refusal] = []
@@ -101,12 +121,20 @@ class ReplicaServer:
         self._state = ReplicaState.READY
         self._sessions: dict[RouterId, RouterSession] = {}
         self._owner: dict[AttemptKey, RouterSession] = {}
+        self._prefixes = HeldPrefixes()
+        self._shared: dict[AttemptKey, _Shared] = {}
+        """What a minimum share sent here."""
         self._adds_sent = 0
         self._adds_unapplied: deque[tuple[int, RouterSession, int]] = deque()
         """(which add of the engine, session, its sequence) of those that no load has counted yet."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def routers(self) -> int:
+        """Those that are linked, or have been a moment ago."""
+        return len(self._sessions)
 
     def start(self, on_engine_death: Callable[[str], None]) -> None:
         """Start the engine. `on_engine_death` is called on the event loop."""
@@ -126,11 +154,12 @@ class ReplicaServer:
         router_id = RouterId(hello.sender_id)
         session = self._sessions.get(router_id)
         if session is None:
-            session = RouterSession(router_id, self, Outbox(self._config.outbox_max_bytes))
-            self._sessions[router_id] = session
+            outbox, prefixes = Outbox(self._config.outbox_max_bytes), PrefixFeed(self._prefixes)
+            session = self._sessions[router_id] = RouterSession(router_id, self, outbox, prefixes)
         if session.orphan_timer is not None:
             session.orphan_timer.cancel()
             session.orphan_timer = None
+        session.prefixes.begin()
         old, session.link = session.link, link
         if old is not None:
             old.abort("replaced by a newer link of the same router")
@@ -187,6 +216,8 @@ class ReplicaServer:
         session.latest_attempt[request.request_id] = attempt
         session.outbox.open(request.request_id, attempt, len(request.emitted_ids))
         self._owner[key] = session
+        if add.shared:
+            self._shared[key] = _Shared(session, request.priority, self._clock.monotonic())
         self._idle.clear()
         self._adds_sent += 1
         self._adds_unapplied.append((self._adds_sent, session, add.sequence))
@@ -200,6 +231,7 @@ class ReplicaServer:
 
     def _released(self, session: RouterSession, key: AttemptKey) -> None:
         """An attempt is over."""
+        self._shared.pop(key, None)
         if session.latest_attempt.get(key[0]) == key[1]:
             del session.latest_attempt[key[0]]
         if not self._owner:
@@ -215,6 +247,8 @@ class ReplicaServer:
             if session is None:
                 continue  # aborted while the step ran
             session.outbox.record(delta)
+            if key in self._shared:
+                self._shared[key].preempted = False
             if delta.finish is not None:
                 del self._owner[key]
                 self._released(session, key)
@@ -229,6 +263,12 @@ class ReplicaServer:
             session = self._owner.get((notice.request_id, notice.attempt))
             if session is not None:
                 session.preempted.append(notice)
+                if (shared := self._shared.get((notice.request_id, notice.attempt))) is not None:
+                    shared.preempted = True
+        if result.prefixes is not None:
+            changed = self._prefixes.apply(result.prefixes)
+            for session in self._sessions.values():
+                session.prefixes.changed(changed)
         for session in list(self._sessions.values()):
             self.flush(session, result.load)
 
@@ -247,7 +287,13 @@ class ReplicaServer:
             load=load,
             step_age_s=progress.step_age_s,
             applied_sequence=session.applied_sequence if session is not None else 0,
+            shared=self._shared_by_others(session) if self._shared else (),
         )
+
+    def _shared_by_others(self, session: RouterSession | None) -> tuple[SharedWork, ...]:
+        now_s = self._clock.monotonic()
+        others = [s for s in self._shared.values() if s.session is not session and not s.preempted]
+        return tuple(SharedWork(s.priority, now_s - s.since_s) for s in others[-_SHARED_TOLD:])
 
     def _count_applied(self, load: EngineLoad) -> None:
         """Note which adds `load` counts; the engine takes them in the order in which they were sent to it."""
@@ -265,17 +311,25 @@ class ReplicaServer:
         refusals, session.refusals = tuple(session.refusals), []
         preempted = tuple(session.preempted)
         session.preempted.clear()
+        session.sent_s = self._clock.monotonic()
         session.link.send(
             StepFrame(
                 report=self.report(session, load),
                 deltas=session.outbox.take(),
                 refusals=refusals,
                 preempted=preempted,
+                prefixes=session.prefixes.take(),
             )
         )
 
     def tick(self) -> None:
-        """Every `report_period_s`: a report to every router, whatever the engine does."""
+        """Every `report_period_s`: a report, whatever the engine does, to every router that has not just been sent one."""
+        recent_s = self._clock.monotonic() - self._config.report_period_s / 2
+        for session in list(self._sessions.values()):
+            if session.sent_s <= recent_s:
+                self.flush(session)
+
+    def _flush_all(self) -> None:
         for session in list(self._sessions.values()):
             self.flush(session)
 
@@ -284,6 +338,15 @@ class ReplicaServer:
     async def drain(self) -> None:
         """Take nothing new; return when all work has ended and left for its router."""
         self._state = ReplicaState.DRAINING
-        self.tick()
+        self._flush_all()
         await self._idle.wait()
-        self.tick()
+        self._flush_all()
+
+    def hand_back(self) -> None:
+        """End what is left; its routers go on with it elsewhere, from the last token that they have."""
+        for session in list(self._sessions.values()):
+            self.flush(session)  # what has been made need not be made again, where the link takes it
+            for key in session.outbox.live:
+                self._end_attempt(session, key)
+                session.refuse(key, RefusalReason.DRAINING)
+            self.flush(session)

@@ -25,10 +25,8 @@ class Router:
         await self._process.start()
         settle()
 
-    async def url(self) -> str:
-        return self._process.url
-
     async def drain(self) -> None:
+        """Leave, while the replicas still work."""
         await self._process.drain()
 
     async def check_health(self) -> None:
@@ -36,7 +34,9 @@ class Router:
         self._process.check()
 
     async def __del__(self) -> None:
-        """Serve awaits this before it ends the router: accepted requests are finished first."""
+        """Serve awaits this before it ends the router: what clients have sent is answered first."""
         if hasattr(self, "_process"):
-            await self._process.drain()
-            await self._process.close()
+            try:
+                await self._process.drain()
+            finally:
+                await self._process.close()

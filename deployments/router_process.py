@@ -1,39 +1,57 @@
 """A router without Ray: its HTTP listener, its links to replicas and one to the controller.
 
-Owns: the composition and the life cycle of `router.core` and `router.app`. deployments/router.py wraps it for Serve;
+Owns: the composition and the life cycle of a `router.core` for each model and of `router.app`. deployments/router.py wraps it for Serve;
 tests run it as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import os
 import random
-import socket
 import uuid
 from collections.abc import Coroutine
 from typing import Any
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from cluster.clock import SystemClock
-from cluster.messages import ClusterStatus, FromController, Granted, Roster, RosterEntry, RouterStatus, StatusRequest
-from cluster.model import ModelFolder
+from cluster.control.gates import DEMAND_PERIOD_S
+from cluster.messages import (
+    ClusterStatus,
+    FromController,
+    Gates,
+    Granted,
+    Roster,
+    RosterEntry,
+    RouterStatus,
+    StatusRequest,
+)
 from cluster.types import Generation, RouterId
 from deployments.controller_link import ControllerLink, Find
-from deployments.http_server import BACKLOG, uvicorn_config
+from deployments.listener import Listener, Port, stand_by_for_port, take_port
+from deployments.open_files import allow_many_connections
 from deployments.replica_link import ReplicaLink
-from deployments.settings import Instance, open_keys
+from deployments.settings import Instance, open_keys, url_of
 from deployments.tasks import raise_if_ended
 from deployments.transport import Identity
 from router.app import build_app
 from router.core import RouterCore
+from router.exposition import ByModel
 from router.keys import KeyRing
 from router.metrics_sink import RouterMetrics
+from router.pools import Pool, Pools
+
+_log = logging.getLogger("forebay.router")
 
 _TICK_S = 0.1
+_TAKE_OVER_S = 60.0
+"""A router that is to replace another and finds no replica says that it has started after this all the same."""
+_LAST_WORDS_S = 2.0
+"""Before the end of the time to drain: what is left is told, and clients read it."""
 _KEYS_REFRESH_S = 2.0
 _LATE_S = 0.5
 _STATUS_EVERY_TICKS = 5
@@ -47,12 +65,23 @@ class RouterProcess:
         self._profile = profile = instance.profile
         self._id = RouterId(f"router-{uuid.uuid4().hex[:12]}")
         self._secret = instance.secret()
-        self._model = ModelFolder.open(instance.model_folder, profile.served_name)
         self._clock = SystemClock()
         self._keys = open_keys(profile.router)
+        registries: dict[str, CollectorRegistry] = {}
+        self._pools: dict[str, Pool] = {}
+        for name, served in instance.models().items():
+            registries[name] = CollectorRegistry()
+            core = RouterCore(profile.router, self._clock, random.Random(), RouterMetrics(registries[name]))
+            self._pools[name] = Pool(
+                served.folder, core, served.config.engine.max_model_len, profile.router, served.config.aliases
+            )
+        self.cores = {name: pool.core for name, pool in self._pools.items()}
+        """One for each model. They share no replica, and so no capacity: no head of one ever stands before another's."""
         registry = CollectorRegistry()
-        self.core = RouterCore(profile.router, self._clock, random.Random(), RouterMetrics(registry))
+        registry.register(ByModel(registries))
         self._roster: frozenset[RosterEntry] = frozenset()
+        self._strangers: frozenset[RosterEntry] = frozenset()
+        """Of the roster, those of models that are not served here."""
         self._links: dict[RosterEntry, ReplicaLink | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._asks: dict[int, asyncio.Future[ClusterStatus]] = {}
@@ -64,31 +93,55 @@ class RouterProcess:
             find, self._hello_identity, lambda: None, self._from_controller, profile.transport
         )
         app = build_app(
-            core=self.core,
-            model=self._model,
-            max_model_len=min(profile.engine.max_model_len, self._model.max_position_embeddings),
+            pools=Pools(tuple(self._pools.values())),
             config=profile.router,
             registry=registry,
             cluster_status=self._cluster_status,
             identify=None if self._keys is None else self._keys.identify,
         )
-        self._http = uvicorn.Server(uvicorn_config(app))
-        self._http_task: asyncio.Task[None] | None = None
+        self._listener = Listener(app)
+        self._port: Port | None = None
+        self._draining: asyncio.Task[None] | None = None
         self.url = ""
+        """Empty while it stands by."""
 
     async def start(self) -> None:
-        """Listen for HTTP and look for the controller. Raises OSError where the port cannot be had."""
-        host = self._profile.router.host
-        sock = _bind(host, self._profile.router.port)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[sock]), name="http")
+        """Look for the controller and listen for HTTP. Where each port has a router already, this one stands by for the
+        first that is given up, and returns when it could serve.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
+        allow_many_connections()
+        port = take_port(*self._ports)
         self._vital = [
-            self._http_task,
             self._spawn(self._controller.run(), "controller link"),
             self._spawn(self._tick(), "tick"),
+            self._spawn(self._tell_demand(), "demand"),
         ]
         if self._keys is not None:
             self._vital.append(self._spawn(_refresh(self._keys), "keys"))
+        if port is not None:
+            self._vital.append(self._listen(port))
+        else:
+            self._vital.append(self._spawn(self._stand_by(), "standby"))
+            for _ in range(round(_TAKE_OVER_S / _TICK_S)):
+                if all(core.ready for core in self.cores.values()):
+                    break
+                await asyncio.sleep(_TICK_S)
+
+    @property
+    def _ports(self) -> tuple[str, int, int]:
+        profile = self._profile
+        return profile.router.host, profile.router.port, profile.routers
+
+    def _listen(self, port: Port) -> asyncio.Task[None]:
+        self._port = port
+        self.url = url_of(self._profile.router.host, port.number)
+        return self._listener.start(port)
+
+    async def _stand_by(self) -> None:
+        await self._listen(await stand_by_for_port(*self._ports))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine, name=name)
@@ -105,27 +158,38 @@ class RouterProcess:
         match message:
             case Roster(entries=entries):
                 self._roster = frozenset(entries)
-                for entry in self._roster - self._links.keys():
+                for entry in self._roster - self._links.keys() - self._strangers:
+                    if entry.model not in self._pools:
+                        _log.warning("%s serves %r, which is none of ours", entry.replica_id, entry.model)
+                        continue
                     # None until the task runs: an entry is met once.
                     self._links[entry] = None
                     self._spawn(self._keep_link(entry), f"link to {entry.replica_id}")
+                self._strangers = frozenset(e for e in self._roster if e.model not in self._pools)
             case ClusterStatus(ask_id=ask_id):
                 ask = self._asks.get(ask_id)
                 if ask is not None and not ask.done():
                     ask.set_result(message)
+            case Gates(model=name):
+                if name in self.cores:
+                    self.cores[name].hear(message)
             case Granted():
                 pass  # for replicas
 
     async def _keep_link(self, entry: RosterEntry) -> None:
         """Link to a replica, again and again for as long as the roster names it: one that was out of reach for a while
         (a stalled process, a cut network) is used again. Absence from the roster ends no link, only the trying."""
-        identity = Identity("router", self._id, self._secret, self._model.identity)
-        transport = self._profile.transport
+        pool = self._pools[entry.model]
+        identity = Identity("router", self._id, self._secret, pool.identity)
+        transport, refused = self._profile.transport, ""
         try:
             while entry in self._roster:
-                link = ReplicaLink(entry, identity, self.core, transport, self._add_numbers)
+                link = ReplicaLink(entry, identity, pool.core, transport, self._add_numbers)
                 self._links[entry] = link
                 await link.run()
+                if link.refused and link.refused != refused:  # said once, however often it is tried
+                    _log.warning("%s of %s is not used: %s", entry.replica_id, entry.model, link.refused)
+                refused = link.refused
                 await asyncio.sleep(transport.backoff_max_s)
         finally:
             del self._links[entry]
@@ -153,7 +217,8 @@ class RouterProcess:
             # After a pause of this process (a suspended machine, a stopped process) reports wait in the sockets:
             # silence that we did not listen to says nothing. The next tick, 100 ms on, has read them.
             if late_s < _LATE_S:
-                self.core.tick()
+                for core in self.cores.values():
+                    core.tick(gauges=count % _STATUS_EVERY_TICKS == 0)
             if count % _STATUS_EVERY_TICKS == 0:
                 self._controller.send(
                     RouterStatus(
@@ -161,27 +226,64 @@ class RouterProcess:
                         observed_unix_s=self._clock.unix(),
                         url=self.url,
                         pid=os.getpid(),
-                        bands=self.core.bands(),
+                        models=tuple(pool.status for pool in self._pools.values()),
                     )
                 )
             await asyncio.sleep(_TICK_S)
+
+    async def _tell_demand(self) -> None:
+        """What waits here, for the one order of all routers. What could not be told is told the next time."""
+        while True:
+            for name, core in self.cores.items():
+                demand = core.demand(name)
+                if demand is not None and self._controller.send(demand):
+                    core.told(demand)
+            await asyncio.sleep(DEMAND_PERIOD_S)
 
     def check(self) -> None:
         """Raises RuntimeError where a task has ended without which this process is of no use."""
         raise_if_ended(self._vital)
 
     async def drain(self) -> None:
-        """Refuse new requests; return when every accepted one has ended. Raises TimeoutError after
-        `health.drain_timeout_s`."""
-        self.core.begin_drain()
-        async with asyncio.timeout(self._profile.health.drain_timeout_s):
-            await self.core.drained()
+        """Leave, in phases, within `health.drain_timeout_s`; called again, it waits for the same.
+
+        Say so, and serve all the same until a balancer has seen it (`router.drain_notice_s`); take no more connections;
+        finish what has come; tell what is left when the time is nearly over.
+        """
+        if self._draining is None:
+            self._draining = self._spawn(self._drain(), "drain")
+        await asyncio.shield(self._draining)
+
+    async def _drain(self) -> None:
+        limit_s = self._profile.health.drain_timeout_s
+        over_s = asyncio.get_running_loop().time() + limit_s
+        for core in self.cores.values():
+            core.retire()
+        self._listener.announce_end()
+        notice = asyncio.create_task(asyncio.sleep(self._profile.drain_notice_s))
+        if self._port is not None:
+            await self._port.give_up()
+        await notice
+        await self._listener.stop_listening()
+        try:
+            async with asyncio.timeout_at(over_s - min(_LAST_WORDS_S, limit_s / 4)):
+                await self._finished()
+        except TimeoutError:
+            for core in self.cores.values():
+                core.shut_down()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(over_s):
+                    await self._finished()
+
+    async def _finished(self) -> None:
+        """Return when nothing is live and nobody is connected any more."""
+        for core in self.cores.values():
+            await core.drained()
+        await self._listener.emptied()
 
     async def close(self) -> None:
         """End the listener and every link."""
-        if self._http_task is not None:
-            self._http.should_exit = True
-            await self._http_task
+        await self._listener.close()
         for link in list(self._links.values()):
             if link is not None:
                 link.close()
@@ -196,21 +298,3 @@ async def _refresh(keys: KeyRing) -> None:
     while True:
         await asyncio.sleep(_KEYS_REFRESH_S)
         await asyncio.to_thread(keys.refresh)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """SO_REUSEPORT, so that the next router can listen before this one has ended."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    # Inherited by accepted connections; asyncio sets it only on sockets made with a protocol number.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        sock.bind((host, port))
-        # From here on connections are taken, and wait for the server that starts within milliseconds.
-        sock.listen(BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock

@@ -7,18 +7,41 @@ Invariant: everything is parsed and checked before anything is started.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt, SecretStr, ValidationError, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from cluster.config import Auth, Config, EngineConfig, EngineKind, HealthConfig, RouterConfig, TransportConfig
+from cluster.config import (
+    Auth,
+    Config,
+    EngineConfig,
+    EngineKind,
+    HealthConfig,
+    RouterConfig,
+    TransportConfig,
+    is_loopback,
+)
+from cluster.model import ModelFolder, ModelFolderError
 from cluster.smollm2 import default_cache
 from router.keys import KeyFile, KeyRing, KeysError
 
 PROFILES = Path(__file__).parent / "profiles"
+_DRAIN_NOTICE_S = 5.0
+"""Two checks of a balancer, of two seconds each."""
+_LAST_PORT = 65535
 _VLLM_CPU_BLOCK_TOKENS = 32
 """vLLM's attention on CPUs has blocks of a multiple of this."""
 
@@ -57,15 +80,20 @@ class Environment(BaseSettings):
         return self.cache_dir / "run"
 
 
-class Profile(Config):
-    """One deployment of Forebay. Files under deployments/profiles hold complete ones."""
+class ModelConfig(Config):
+    """One model of a deployment, with the replicas that serve it and nothing else."""
 
     model: Path | None = Field(
         None,
         description="A model folder in Hugging Face form, as a whole path, the same on every node; none takes "
         "SmolLM2-135M-Instruct.",
     )
-    served_name: str | None = Field(None, description="The model's name in the API; none takes the folder's.")
+    served_name: str | None = Field(
+        None, min_length=1, description="The model's name in the API; none takes the folder's."
+    )
+    aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="Further names that requests may give it; answers say the first one."
+    )
     replicas: PositiveInt = Field(2, description="Engines, each in a process of its own.")
     gpus_per_replica: NonNegativeInt = Field(
         0, le=1, description="GPUs that Ray gives each replica for itself; 0 runs it on the CPU."
@@ -73,22 +101,16 @@ class Profile(Config):
     accelerator_type: str | None = Field(
         None, description="The kind of GPU that a replica may run on, as Ray names it (A100); none takes any."
     )
-    listen: Literal["loopback", "node"] = Field(
-        "loopback", description="Where replicas and controller listen: this machine only, or the node's address."
-    )
     engine: EngineConfig = EngineConfig()
-    router: RouterConfig = RouterConfig()
-    transport: TransportConfig = TransportConfig()
-    health: HealthConfig = HealthConfig()
 
     @model_validator(mode="after")
-    def _model_is_whole(self) -> Profile:
+    def _model_is_whole(self) -> ModelConfig:
         if self.model is not None and not self.model.expanduser().is_absolute():
             raise ValueError(f"model: {self.model} must be a whole path, for replicas start in other folders")
         return self
 
     @model_validator(mode="after")
-    def _engine_has_its_device(self) -> Profile:
+    def _engine_has_its_device(self) -> ModelConfig:
         if self.gpus_per_replica:
             return self
         if self.accelerator_type is not None:
@@ -107,6 +129,75 @@ class Profile(Config):
             )
         return self
 
+
+class Profile(Config):
+    """One deployment of Forebay. Files under deployments/profiles hold complete ones.
+
+    A profile of one model may have the keys of `ModelConfig` at its top level instead of `models`; read, it has the one
+    entry that they make.
+    """
+
+    models: tuple[ModelConfig, ...] = Field(
+        (ModelConfig(),), description="What is served, each by replicas of its own; one at least."
+    )
+    listen: Literal["loopback", "node"] = Field(
+        "loopback", description="Where replicas and controller listen: this machine only, or the node's address."
+    )
+    routers: PositiveInt = Field(
+        1,
+        description="Routers, each in a process of its own. Those of one machine listen on router.port and the ports "
+        "after it.",
+    )
+    router: RouterConfig = RouterConfig()
+    transport: TransportConfig = TransportConfig()
+    health: HealthConfig = HealthConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_model(cls, raw: Any) -> Any:
+        """Make the short form the long one."""
+        if not isinstance(raw, Mapping):
+            return raw
+        short = {key: value for key, value in raw.items() if key in ModelConfig.model_fields}
+        if "models" not in raw:
+            return {key: value for key, value in raw.items() if key not in short} | {"models": (short,)}
+        if short:
+            raise ValueError(f"models and {', '.join(short)} are both given: move {', '.join(short)} into its entries")
+        return raw
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Profile:
+        """As far as they are stated; those of folders are known once these are opened."""
+        if not self.models:
+            raise ValueError("models must name at least one")
+        check_names([name for m in self.models for name in (m.served_name, *m.aliases) if name is not None])
+        return self
+
+    @property
+    def ports(self) -> range:
+        """What routers of one machine listen on, where router.port is not 0."""
+        return range(self.router.port, self.router.port + self.routers)
+
+    @property
+    def drain_notice_s(self) -> float:
+        """How long a router that stops serves on after it has said so."""
+        if self.router.drain_notice_s is not None:
+            return self.router.drain_notice_s
+        return 0.0 if self.routers == 1 and is_loopback(self.router.host) else _DRAIN_NOTICE_S
+
+    @model_validator(mode="after")
+    def _ends_in_order(self) -> Profile:
+        if self.drain_notice_s >= self.health.drain_timeout_s:
+            raise ValueError(
+                f"health.drain_timeout_s ({self.health.drain_timeout_s}) must be longer than router.drain_notice_s "
+                f"({self.drain_notice_s}), which is a part of it"
+            )
+        if self.ports[-1] > _LAST_PORT:
+            raise ValueError(
+                f"routers ({self.routers}) need the ports {self.ports[0]} to {self.ports[-1]}: lower router.port"
+            )
+        return self
+
     @model_validator(mode="after")
     def _patience_in_order(self) -> Profile:
         if self.router.fenced_after_s <= self.transport.reconnect_for_s:
@@ -117,13 +208,77 @@ class Profile(Config):
         return self
 
 
+def url_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError where two models would be reached by one name."""
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(f"models: {twice[0]!r} names two: give them a served_name or aliases that differ")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model of a deployment, its folder read."""
+
+    config: ModelConfig
+    folder: ModelFolder
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which requests may ask for it, its own first."""
+        return (self.name, *self.config.aliases)
+
+
+def open_model(config: ModelConfig, path: Path) -> ServedModel:
+    """Read a model's folder. Raises UsageError where it cannot be served, or not as `config` says."""
+    try:
+        folder = ModelFolder.open(path, config.served_name)
+        folder.check_context(config.engine.max_model_len)
+    except ModelFolderError as error:
+        raise UsageError(str(error)) from error
+    return ServedModel(config, folder)
+
+
+def open_models(profile: Profile, folders: Sequence[Path]) -> tuple[ServedModel, ...]:
+    """Read the folder of each of the profile's models, in their order.
+
+    Raises:
+        UsageError: one cannot be served, or not as the profile says, or two have one name.
+    """
+    served = tuple(open_model(config, path) for config, path in zip(profile.models, folders, strict=True))
+    try:
+        check_names([name for model in served for name in model.names])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return served
+
+
 class Instance(Config):
     """The facts of one running instance that its processes need beside the profile. Paths, never secrets."""
 
     profile: Profile
-    model_folder: Path
+    model_folders: tuple[Path, ...] = Field(
+        description="Of each of the profile's models, in their order; whole paths, without links."
+    )
     secret_path: Path
     log_level: str = "INFO"
+
+    def models(self) -> dict[str, ServedModel]:
+        """By name. Raises UsageError where one cannot be served."""
+        return {model.name: model for model in open_models(self.profile, self.model_folders)}
+
+    def model(self, name: str) -> ServedModel:
+        """One of them: the folders of others need not lie where its replicas run. Raises UsageError as `models` does."""
+        for config, path in zip(self.profile.models, self.model_folders, strict=True):
+            if (config.served_name or path.name) == name:
+                return open_model(config, path)
+        raise UsageError(f"there is no model {name!r} in this instance")
 
     def secret(self) -> bytes:
         """Raises UsageError where the file cannot be read or is too short to be a secret."""
@@ -172,10 +327,14 @@ def load_profile(name_or_path: str, overrides: dict[str, Any]) -> Profile:
         raw = {}
     if not isinstance(raw, dict):
         raise UsageError(f"{path} must hold a mapping")
-    if isinstance(engine := raw.get("engine"), str):
-        raw["engine"] = {"kind": engine}  # `engine: vllm`
+    listed = raw.get("models")
+    for fields in (raw, *(listed if isinstance(listed, list) else ())):
+        if isinstance(fields, dict) and isinstance(engine := fields.get("engine"), str):
+            fields["engine"] = {"kind": engine}  # `engine: vllm`
     for dotted, value in overrides.items():
         *parents, leaf = dotted.split(".")
+        if listed is not None and (parents or [leaf])[0] in ModelConfig.model_fields:
+            raise UsageError(f"profile {path.stem} lists its models: change {dotted} in their entries")
         target = raw
         for parent in parents:
             target = target.setdefault(parent, {})
@@ -187,7 +346,10 @@ def load_profile(name_or_path: str, overrides: dict[str, Any]) -> Profile:
     except ValidationError as error:
         # A default that follows from a field that is wrong is no error of its own.
         errors = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
-        where = ".".join(str(part) for part in errors[0]["loc"])
+        place = errors[0]["loc"]
+        if listed is None and place[:2] == ("models", 0):  # which the file does not have: the short form
+            place = place[2:]
+        where = ".".join(str(part) for part in place)
         what = errors[0]["msg"].removeprefix("Value error, ")
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise UsageError(f"profile {path.stem}: {where + ': ' if where else ''}{what}{more}") from error

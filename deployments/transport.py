@@ -168,6 +168,11 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
+        if not buffer and not self._reason:
+            length = int.from_bytes(data[:_LENGTH_BYTES], "big")
+            if len(data) == _LENGTH_BYTES + length and length <= self._max_frame_bytes:
+                self._on_frame(data[_LENGTH_BYTES:])  # one whole frame, as almost always
+                return
         buffer += data
         start = 0
         # An aborted link still delivers what it had read: stop at the first frame that ended it.

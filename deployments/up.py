@@ -1,6 +1,6 @@
 """Forebay on this machine alone: a Ray cluster of its own, the application on it, and its end.
 
-Owns: what `forebay serve` does, from the checks before anything starts to the last process gone. Two instances on one
+Owns: what `forebay serve` does once its checks are passed (checks.py), to the last process gone. Two instances on one
 machine share nothing: each has its own Ray cluster, token, secret and temporary folder.
 
 Invariant: whatever ends it (first Ctrl-C: streams finish; second: at once; an error while starting), every process and
@@ -11,41 +11,34 @@ has been compared.
 from __future__ import annotations
 
 import contextlib
-import errno
+import json
 import logging
 import os
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import msgspec
 import psutil
 
-from cluster.engine.memory import memory_bytes
-from cluster.model import ModelFolder, ModelFolderError
-from cluster.smollm2 import ensure_smollm2
-from deployments.engines import check_installed
-from deployments.settings import Environment, Instance, Profile, UsageError, open_keys
+from cluster.model import ModelFolderError
+from deployments.checks import check_gpus, with_port
+from deployments.instances import FOLDER_PREFIX, InstanceState
+from deployments.settings import Environment, Instance, Profile, ServedModel, UsageError, url_of
 
-_READY_TIMEOUT_S = 300.0
 _POLL_S = 0.1
 _WATCH_S = 2.0
-_FOLDER_PREFIX = "forebay-"
 _RAY_PROCESSES = frozenset({"raylet", "gcs_server"})
 """Without these nothing works; Serve starts everything else again by itself."""
 _CHILDREN_GRACE_S = 5.0
-_RAY_BYTES = 1 << 30
-"""What Ray's own processes, router and controller take on one machine, rounded up."""
 
 
 class InterruptedBySignalError(Exception):
@@ -87,108 +80,12 @@ class Interrupts:
         self._event.clear()
 
 
-def preflight(profile: Profile, model: ModelFolder) -> None:
-    """Check what would otherwise fail late and obscurely.
-
-    Raises:
-        UsageError: the engine is not installed, the keys cannot be read, the port is in use, memory is short, or the
-            model's files do not say how much it takes.
-    """
-    check_installed(profile.engine)
-    open_keys(profile.router)
-    _check_port(profile.router.host, profile.router.port)
-    if not profile.gpus_per_replica:  # on a GPU weights and KV blocks lie in its memory, which the engine looks at
-        _check_memory(profile, model)
-
-
-def _check_memory(profile: Profile, model: ModelFolder) -> None:
-    try:
-        need = profile.replicas * memory_bytes(model, profile.engine) + _RAY_BYTES
-    except ModelFolderError as error:
-        raise UsageError(str(error)) from error
-    have = psutil.virtual_memory().available
-    if need > have:
-        raise UsageError(
-            f"too little memory: {profile.replicas} replicas of {model.name} need about {need / 2**30:.1f} GiB, "
-            f"{have / 2**30:.1f} GiB are available; lower REPLICAS (--replicas), or DTYPE=bfloat16 (--dtype)"
-        )
-
-
-def check_gpus(profile: Profile, resources: Mapping[str, float]) -> None:
-    """Ray would wait for GPUs that its machines do not have. `resources` are the cluster's, as Ray names them.
-
-    Raises:
-        UsageError: there are too few GPUs, or none of the kind.
-    """
-    need, have = profile.replicas * profile.gpus_per_replica, int(resources.get("GPU", 0))
-    if need > have:
-        raise UsageError(
-            f"too few GPUs: {profile.replicas} replicas need {need}, Ray finds {have} here; lower REPLICAS (--replicas)"
-        )
-    prefix = "accelerator_type:"
-    kinds = sorted(name.removeprefix(prefix) for name in resources if name.startswith(prefix))
-    if profile.accelerator_type is not None and profile.accelerator_type not in kinds:
-        raise UsageError(
-            f"no {profile.accelerator_type} here, Ray finds {', '.join(kinds) or 'no kind of GPU'}; "
-            "change accelerator_type in the profile, or leave it out"
-        )
-
-
-def with_port(profile: Profile) -> Profile:
-    """Port 0 replaced by a free one: a router that is started again must come back where it was."""
-    if profile.router.port:
-        return profile
-    family = socket.AF_INET6 if ":" in profile.router.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((profile.router.host, 0))
-        port = probe.getsockname()[1]
-    return profile.model_copy(update={"router": profile.router.model_copy(update={"port": port})})
-
-
-def _check_port(host: str, port: int) -> None:
-    """Ray would report a port in use only after ten seconds, as a failed deployment."""
-    if port == 0:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise UsageError(f"port {port} is in use on {host}; choose another with PORT=… (--port)") from error
-            raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def open_model(profile: Profile, environment: Environment) -> ModelFolder:
-    """The profile's model, or SmolLM2-135M-Instruct, converted once. Raises UsageError."""
-    if profile.model is not None and not profile.model.expanduser().is_dir():
-        raise UsageError(
-            f"{profile.model} is not a folder; name the model's: MODEL=… (--model), or model in the profile"
-        )
-    try:
-        folder = profile.model if profile.model is not None else ensure_smollm2(environment.models_dir)
-        return ModelFolder.open(folder, profile.served_name)
-    except ModelFolderError as error:
-        raise UsageError(str(error)) from error
-
-
-class InstanceState(msgspec.Struct, frozen=True):
-    """What an instance writes of itself for other commands of the same user."""
-
-    url: str
-    """Empty while it starts."""
-    pid: int
-    model: str
-    folder: str
-
-
 class LocalInstance:
     """One running Forebay with its own Ray cluster. Use as a context manager: leaving it ends everything."""
 
-    def __init__(self, profile: Profile, model: ModelFolder, environment: Environment) -> None:
+    def __init__(self, profile: Profile, models: Sequence[ServedModel], environment: Environment) -> None:
         self._profile = with_port(profile)
-        self._model = model
+        self._models = models
         self._environment = environment
         self._children: dict[int, float] = {}
         self._ray_processes: dict[str, tuple[int, float]] = {}
@@ -196,9 +93,13 @@ class LocalInstance:
         self._ray_started = False
         self._stack = contextlib.ExitStack()
         self.interrupts = Interrupts()
+        self.urls = tuple(url_of(self._profile.router.host, port) for port in self._profile.ports)
+        """Of its routers."""
         self.url = ""
+        """Of the first, once all are ready."""
+        self._awaited = ""
         # Short, for Ray puts sockets deep below it and their paths may have 107 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self._state_file = environment.run_dir / f"{os.getpid()}.json"
 
     def __enter__(self) -> LocalInstance:
@@ -220,7 +121,7 @@ class LocalInstance:
     # --- start ---
 
     def start(self, progress: Progress) -> None:
-        """Start everything and return when the router says that a replica answers.
+        """Start everything and return when each router says that each model has a replica that answers.
 
         Raises:
             InterruptedBySignalError: a signal came meanwhile.
@@ -231,7 +132,7 @@ class LocalInstance:
         with progress.phase("Starting Ray"):
             self._start_ray()
         self.interrupts.check()
-        with progress.phase("Starting controller, router and replicas") as detail:
+        with progress.phase("Starting controller, routers and replicas") as detail:
             self._start_application(detail)
         self._note_children(set())
         self._write_state()
@@ -267,6 +168,8 @@ class LocalInstance:
                 object_store_memory=80 * 2**20,
                 _temp_dir=str(self._folder / "ray"),
             )
+        except SystemExit as error:  # of Ray's own handler of SIGTERM
+            raise InterruptedBySignalError from error
         finally:
             self._note_children(before)
             self.interrupts.install()
@@ -285,18 +188,22 @@ class LocalInstance:
         logging.getLogger(SERVE_LOGGER_NAME).setLevel(logging.ERROR)
         instance = Instance(
             profile=self._profile,
-            model_folder=self._model.path,
+            model_folders=tuple(model.folder.path for model in self._models),
             secret_path=self._folder / "secret",
             log_level=self._environment.log_level,
         )
         serve.start(proxy_location="Disabled")
         target = serve.RunTarget(target=build(instance), name=APPLICATION, route_prefix=None)
         (self._handle,) = serve.run_many([target], wait_for_applications_running=False)
-        deadline = time.monotonic() + _READY_TIMEOUT_S
+        limit_s = self._profile.health.start_timeout_s
+        self._awaited = self._loaded({})
+        deadline = time.monotonic() + limit_s
         while not self._ready(detail):
             self.interrupts.check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not ready after {_READY_TIMEOUT_S:.0f} s; {self._keep_logs()}")
+                raise RuntimeError(
+                    f"not ready after {limit_s:g} s (health.start_timeout_s): {self._awaited}; {self._keep_logs()}"
+                )
             self.interrupts.wait(_POLL_S)
 
     def _ready(self, detail: Callable[[str], None]) -> bool:
@@ -309,18 +216,30 @@ class LocalInstance:
             return False
         if application.status == "DEPLOY_FAILED":
             reason = _reason(application)
-            _, is_model, why = reason.partition(f"{ModelFolderError.__name__}: ")
-            if is_model:
-                raise UsageError(why)
+            for told in (ModelFolderError, UsageError):
+                _, is_told, why = reason.partition(f"{told.__name__}: ")
+                if is_told:
+                    raise UsageError(why)
             raise RuntimeError(f"it did not start: {reason}; {self._keep_logs()}")
-        states = application.deployments["Replica"].replica_states if application.deployments else {}
-        loaded = sum(count for state, count in states.items() if state == "RUNNING")
-        detail(f"{loaded} of {self._profile.replicas} replicas loaded")
+        self._awaited = self._loaded(application.deployments)
+        detail(self._awaited)
         if application.status != "RUNNING":
             return False
-        if not self.url:
-            self.url = self._handle.url.remote().result(timeout_s=10)
-        return _answers(f"{self.url}/ready")
+        if not all(map(_takes_work, self.urls)):
+            return False
+        self.url = self.urls[0]
+        return True
+
+    def _loaded(self, deployments: Mapping[str, Any]) -> str:
+        """How many replicas of each model are loaded."""
+        from deployments.app import replica_deployments
+
+        parts = []
+        for model, name in zip(self._models, replica_deployments([m.name for m in self._models]), strict=True):
+            states = deployments[name].replica_states if name in deployments else {}
+            loaded = sum(count for state, count in states.items() if state == "RUNNING")
+            parts.append(f"{loaded} of {model.config.replicas} replicas of {model.name}")
+        return f"{', '.join(parts)} loaded"
 
     def _keep_logs(self) -> str:
         """Copy Ray's logs to where they outlive this instance, in place of the last failure's; says where."""
@@ -331,11 +250,8 @@ class LocalInstance:
         return f"its logs were kept in {kept}"
 
     def _write_state(self) -> None:
-        self._state_file.parent.mkdir(parents=True, exist_ok=True)
-        state = InstanceState(self.url, os.getpid(), self._model.name, str(self._folder))
-        temporary = self._state_file.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.encode(state))
-        temporary.replace(self._state_file)
+        names = tuple(model.name for model in self._models)
+        InstanceState(self.url, os.getpid(), names, str(self._folder)).write(self._state_file)
 
     def run(self) -> None:
         """Return at the next signal.
@@ -356,8 +272,8 @@ class LocalInstance:
         """Let every accepted request finish, then end everything. Raises InterruptedBySignalError at the next signal."""
         seen = self.interrupts.count
         with progress.phase("Finishing streams (Ctrl-C again ends at once)"):
-            done = self._handle.drain.remote()
-            self._await(lambda: done.result(timeout_s=None), seen)
+            done = self._handle.broadcast("drain")
+            self._await(lambda: done.results(return_exceptions=True), seen)
         with progress.phase("Stopping"):
             from ray import serve
 
@@ -440,29 +356,10 @@ def _same(pid: int, started: float) -> Iterator[psutil.Process]:
             yield process
 
 
-def _answers(url: str) -> bool:
+def _takes_work(url: str) -> bool:
+    """Whether the router takes work of every model."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:  # noqa: S310 - our own http URL
-            return bool(response.status == 200)
+        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:  # noqa: S310 - our own http URL
+            return all(json.load(response)["models"].values())
     except (urllib.error.URLError, OSError):
         return False
-
-
-def running_instances(environment: Environment) -> list[InstanceState]:
-    """This user's instances on this machine, newest first. What killed ones left behind is removed."""
-    found: list[tuple[float, InstanceState]] = []
-    for path in environment.run_dir.glob("*.json"):
-        try:
-            state = msgspec.json.decode(path.read_bytes(), type=InstanceState)
-            modified_s = path.stat().st_mtime
-        except (OSError, msgspec.DecodeError):
-            path.unlink(missing_ok=True)
-            continue
-        if psutil.pid_exists(state.pid):
-            found.append((modified_s, state))
-        else:
-            folder = Path(state.folder)
-            if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith(_FOLDER_PREFIX):
-                shutil.rmtree(folder, ignore_errors=True)
-            path.unlink(missing_ok=True)
-    return [state for _, state in sorted(found, key=lambda item: -item[0])]

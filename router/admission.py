@@ -17,6 +17,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster.config import PriorityClass
 from cluster.types import Outcome
 from router.routing import Need
@@ -34,8 +36,7 @@ WAIT_MARGIN = 0.9
 """What is predicted to wait longer than this part of its class's longest wait is refused: rates are never quite known."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
+class RequestFacts(msgspec.Struct, frozen=True):
     """What admission needs of a request, or of several that stand and fall together."""
 
     need: Need
@@ -53,8 +54,7 @@ class RequestFacts:
     terms: Terms = NO_TERMS
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """How the request's class is being served. Rates are in service per second; None: not measured."""
 
     backlog: int = 0
@@ -74,8 +74,7 @@ class Pace:
 NOT_MEASURED = Pace()
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionView:
+class AdmissionView(msgspec.Struct, frozen=True):
     """The router at the moment of the decision."""
 
     draining: bool
@@ -140,6 +139,11 @@ def decide(facts: RequestFacts, view: AdmissionView, rng: random.Random) -> Admi
         numbers |= {"backlog": pace.backlog, "drain_per_s": round(pace.drain_per_s or 0.0, 1)}
         return Reject(outcome, retry_after_s(wait_s, rng), error, numbers)
     return Admit() if starts else Queue(view.ahead_requests)
+
+
+def depends_on_pace(facts: RequestFacts, *, starts: bool) -> bool:
+    """Whether what is decided depends on how the class is being served: not of one that starts and states no time."""
+    return not starts or facts.count > 1 or facts.terms.ttft_slo_s is not None or facts.terms.timeout_s is not None
 
 
 _Refused = tuple[Outcome, str, dict[str, float]]

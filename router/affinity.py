@@ -1,7 +1,9 @@
-"""Where the beginning of a prompt was computed last, so that it need not be computed again.
+"""Where the beginning of a prompt was sent last, so that what is like it can follow before it has been computed.
 
 Owns: that memory. Imports types only. Single writer. Invariants: it is bounded, and one tenant's keys are never
-another's. It is a guess that decides only between replicas: what an engine still has in its cache nobody reports yet.
+another's. It is a guess that decides only between replicas. What a replica has computed and still holds it tells itself
+(router/prefixes.py); so of one that tells, an attempt is remembered only while it is there, and its session longer, to
+decide between replicas that are otherwise equal. Of one that tells nothing all is remembered.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ class Seen(NamedTuple):
     replica_id: ReplicaId
     generation: Generation
     tokens: int
+    settled: bool = False
+    """That attempt is over, and the replica tells what it holds: this is of no more worth than a habit."""
 
 
 def keys_of(request: Request, session: str) -> tuple[Key, ...]:
@@ -47,12 +51,17 @@ class Affinity:
         return len(self._seen)
 
     def expected(self, keys: tuple[Key, ...], prompt_tokens: int) -> Seen | None:
-        """Which incarnation has most of the prompt, as far as is known, with so many of its tokens."""
+        """Which incarnation has, or will have, most of the prompt, as far as is known, with so many of its tokens; where
+        none is expected to have any, where the session was last."""
+        habit: Seen | None = None
         for key in keys:
             seen = self._seen.get(key)
-            if seen is not None:
+            if seen is None:
+                continue
+            if not seen.settled:
                 return seen._replace(tokens=min(seen.tokens, prompt_tokens))
-        return None
+            habit = seen
+        return habit
 
     def served(self, keys: tuple[Key, ...], replica_id: ReplicaId, generation: Generation, tokens: int) -> None:
         """A prompt of so many tokens was sent there."""
@@ -61,3 +70,14 @@ class Affinity:
             self._seen.move_to_end(key)
         while len(self._seen) > self._entries_max:
             self._seen.popitem(last=False)
+
+    def settle(self, keys: tuple[Key, ...], replica_id: ReplicaId, generation: Generation) -> None:
+        """An attempt there is over, of a replica that tells what it holds."""
+        for key in keys:
+            seen = self._seen.get(key)
+            if seen is None or (seen.replica_id, seen.generation) != (replica_id, generation):
+                continue
+            if key[1] == 0:
+                self._seen[key] = seen._replace(settled=True)
+            else:
+                del self._seen[key]

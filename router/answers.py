@@ -15,12 +15,20 @@ from router.logprobs import ChatLogprobs, TextLogprobs
 Finish = Literal["stop", "length"]
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Of the prompt, what no choice had to compute: it was found in the prefix cache of the replica that gave the first
+    token."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """The prompt is counted once, the output of every choice."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -131,16 +139,22 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    status: Literal["alive", "ready"]
+    status: Literal["alive"]
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Whether work is taken, and of which models."""
+
+    models: dict[str, bool]
+    status: Literal["ready"] = "ready"
 
 
 class RouterPart(msgspec.Struct, frozen=True):
     """What a router says of itself."""
 
-    model: str
     ready: bool
-    bands: Any
-    """`BandStatus` of each priority with work, most urgent first."""
+    models: Any
+    """`ModelStatus` of each: whether its work is taken, and a `BandStatus` of each priority with work, most urgent first."""
 
 
 class StatusReply(msgspec.Struct, frozen=True):

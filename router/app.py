@@ -22,21 +22,20 @@ from starlette.routing import Route
 
 from cluster.config import Auth, RouterConfig
 from cluster.messages import ClusterStatus, named
-from cluster.model import ModelFolder
 from cluster.types import RequestId
-from router.answers import Health, ModelCard, ModelList, RouterPart, StatusReply
+from router.answers import Health, ModelList, Ready, RouterPart, StatusReply
 from router.asgi import Receive, Scope, Send
 from router.auth import Guard, Identify, identity_of
 from router.completions import Completions
-from router.core import RouterCore
 from router.errors import ApiError, ErrorBody, error_json
 from router.exchange import App, HeaderLimits, internal_error
 from router.fields import path_not_offered
 from router.limits import Limiter
-from router.logprobs import Vocabulary
-from router.openai import Api, RequestParser
+from router.metrics_sink import DoorMetrics
+from router.openai import Api, unknown_model
 from router.openapi import document
 from router.parsing import ParserGate
+from router.pools import Pools
 from router.tokenize import Answer, TokenEndpoint, detokenized, tokenized
 
 
@@ -61,30 +60,26 @@ class Front:
 
 def build_app(
     *,
-    core: RouterCore,
-    model: ModelFolder,
-    max_model_len: int,
+    pools: Pools,
     config: RouterConfig,
     registry: CollectorRegistry,
     cluster_status: Callable[[], Awaitable[ClusterStatus | None]],
     identify: Identify | None = None,
     rng: random.Random | None = None,
 ) -> Guard:
-    """The application that uvicorn serves. `identify` looks keys up, where `config.auth` asks for them. `rng` draws the
-    seeds of requests that have none.
+    """The application that uvicorn serves. `registry` is shown at /metrics. `identify` looks keys up, where `config.auth`
+    asks for them. `rng` draws the seeds of requests that have none.
 
     Raises:
-        ChatTemplateError: the model's chat template does not compile.
         ValueError: keys are asked for and nothing looks them up, or the other way about.
     """
     if (config.auth is Auth.KEYS) != (identify is not None):
         raise ValueError(f"auth is {config.auth}, and identify is {identify}")
     rng = rng or random.Random()
-    parser = RequestParser(model, max_model_len, config.classes, config.default_class)
-    gate = ParserGate(parser, rng)
+    gate = ParserGate(pools, rng)
     limiter = Limiter(rng)
-    vocabulary = Vocabulary(parser.prompts.codec, model.eos_token_ids)
-    card = ModelCard(model.name, int(core.clock.unix()), max_model_len, root=model.name)
+    door = DoorMetrics(registry)
+    cards = {card.id: card for pool in pools for card in pool.cards}
     openapi = msgspec.json.encode(document(importlib.metadata.version("forebay")))
 
     @asynccontextmanager
@@ -93,15 +88,17 @@ def build_app(
         gate.close()
 
     async def models(_: HttpRequest) -> Response:
-        return _json(ModelList(data=(card,)))
+        return _json(ModelList(data=tuple(cards.values())))
 
     async def one_model(request: HttpRequest) -> Response:
-        parser.check_model(request.path_params["name"])
-        return _json(card)
+        name = request.path_params["name"]
+        if name not in cards:
+            raise unknown_model(name, tuple(cards))
+        return _json(cards[name])
 
     async def explain(request: HttpRequest) -> Response:
         request_id, tenant = RequestId(request.path_params["request_id"]), identity_of(request.scope).tenant
-        explanation = core.explain(request_id, tenant)
+        explanation = pools.explain(request_id, tenant)
         if explanation is None:
             message = "No request of yours with this id is live or remembered here."
             raise ApiError(404, message, param="request_id", code="request_not_found")
@@ -111,9 +108,9 @@ def build_app(
         return _json(Health("alive"))
 
     async def ready(_: HttpRequest) -> Response:
-        if not core.ready:
+        if not pools.ready:
             raise ApiError(503, "No replica takes work now.", code="not_ready")
-        return _json(Health("ready"))
+        return _json(Ready({pool.name: pool.core.ready for pool in pools}))
 
     async def api_document(_: HttpRequest) -> Response:
         return Response(openapi, media_type="application/json")
@@ -122,14 +119,14 @@ def build_app(
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def status(_: HttpRequest) -> Response:
-        router = RouterPart(model.name, core.ready, named(core.bands()))
+        router = RouterPart(pools.ready, named(tuple(pool.status for pool in pools)))
         return _json(StatusReply(router, named(await cluster_status())))
 
     def generate(api: Api) -> Completions:
-        return Completions(api, core, gate, limiter, config, model.name, vocabulary)
+        return Completions(api, pools, gate, limiter, config, door.turned_away)
 
     def tokens(answer: Answer) -> TokenEndpoint:
-        return TokenEndpoint(answer, parser, gate, limiter, config, core.clock)
+        return TokenEndpoint(answer, pools, gate, limiter, config, door.turned_away)
 
     generating: Mapping[str, App] = {
         "/v1/chat/completions": generate(Api.CHAT),
@@ -151,7 +148,7 @@ def build_app(
     handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _internal_error}
     framework = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     framework.router.redirect_slashes = False
-    return Guard(Front(framework, generating), identify, open_metrics=config.open_metrics)
+    return Guard(Front(framework, generating), identify, open_metrics=config.open_metrics, turned_away=door.turned_away)
 
 
 def _json(value: msgspec.Struct) -> Response:

@@ -12,8 +12,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-CHUNK_WRITER = "forebay.chunk_writer"
-"""Where a server that offers it has an exchange's ChunkWriter, in the scope's `extensions`."""
+EXCHANGE = "forebay.exchange"
+"""Where a server that offers it has the Exchange of a request, in the scope's `extensions`."""
 
 
 class ChunkWriter(Protocol):
@@ -22,17 +22,33 @@ class ChunkWriter(Protocol):
     Not to be called while a `send` of the same exchange is awaited.
     """
 
-    def __call__(self, data: bytes) -> bool:
-        """Write `data`, of at least a byte, behind all that was sent before. False: nothing was written, and `send` says
-        why or waits: the answer's head has not been sent or its end has, its body is not sent in chunks, the client is
-        gone, or it has not read enough of what was written before."""
+    def __call__(self, head: bytes, middle: bytes, tail: bytes) -> bool:
+        """Write these, of at least a byte, in one piece behind all that was sent before. False: nothing was written, and
+        `send` says why or waits: the answer's head has not been sent or its end has, its body is not sent in chunks, the
+        client is gone, or it has not read enough of what was written before."""
         ...
 
 
-def chunk_writer(scope: Scope) -> ChunkWriter | None:
-    """The exchange's, where its server has one."""
+class Exchange(Protocol):
+    """Short ways past `receive` and `send`, for what almost every request needs."""
+
+    @property
+    def write_chunk(self) -> ChunkWriter: ...
+
+    def take_body(self) -> bytes | None:
+        """What has not been received of the body, if all of it is there, so that there is nothing to wait for."""
+        ...
+
+    def when_gone(self, call: Callable[[], None] | None) -> None:
+        """Call this once, from the event loop, when the client leaves before its answer has ended. None: nobody asks any
+        more."""
+        ...
+
+
+def exchange_of(scope: Scope) -> Exchange | None:
+    """The request's, where its server has one."""
     extensions: MutableMapping[str, Any] = scope.get("extensions") or {}
-    return extensions.get(CHUNK_WRITER)
+    return extensions.get(EXCHANGE)
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tuple[str, str]] = ()) -> None:

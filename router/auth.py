@@ -19,7 +19,7 @@ from router.exchange import App, Reply, read_body
 from router.keys import Identity
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What whoever watches the process asks; they say one word each."""
+"""What whoever watches the process asks; they say a word each, and which models there are."""
 METRICS_PATH = "/metrics"
 DEFAULT_TENANT = "default"
 """Of everybody where there are no keys."""
@@ -36,10 +36,18 @@ Identify = Callable[[bytes], Identity | None]
 class Guard:
     """Wraps an application: what reaches it has an identity, or asks for an open path."""
 
-    def __init__(self, app: App, identify: Identify | None, *, open_metrics: bool = False) -> None:
-        """`identify` looks a key up; None takes whoever comes for `ANYBODY`."""
+    def __init__(
+        self,
+        app: App,
+        identify: Identify | None,
+        *,
+        open_metrics: bool = False,
+        turned_away: Callable[[ApiError], None] = lambda _: None,
+    ) -> None:
+        """`identify` looks a key up; None takes whoever comes for `ANYBODY`. `turned_away` is told of each refusal."""
         self.app = app
         self._identify = identify
+        self._turned_away = turned_away
         self._open = OPEN_PATHS | {METRICS_PATH} if open_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,11 +56,23 @@ class Guard:
             if identity is not None:
                 scope[_IDENTITY] = identity
             elif not self._is_open(scope):
-                await _refuse(receive, send)
+                await self._refuse(scope, receive, send)
                 return
         elif scope["type"] != "lifespan":
             return  # WebSockets are not spoken here; the server ends one that nobody accepts
         await self.app(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"www-authenticate": "Bearer"}
+        message = "A valid key is needed here, sent as the header 'Authorization: Bearer KEY'."
+        error = ApiError(401, message, code="invalid_api_key", headers=headers)
+        self._turned_away(error)
+        try:
+            if await read_body(scope, receive, DRAIN_MAX_BYTES, DRAIN_S) is None:
+                return
+        except ApiError:
+            error.headers["connection"] = "close"
+        await Reply(send, None).error(error)
 
     def _is_open(self, scope: Scope) -> bool:
         """Only in the one spelling: no other is worth finding out what somebody behind makes of it."""
@@ -89,14 +109,3 @@ def check_class(
     names = ", ".join(repr(c.name) for c in may_use)
     message = f"This key may not use the class {priority_class.name!r}, which {param} names; it may use {names}."
     raise ApiError(403, message, param=param, code="class_not_allowed")
-
-
-async def _refuse(receive: Receive, send: Send) -> None:
-    headers = {"www-authenticate": "Bearer"}
-    try:
-        if await read_body(receive, DRAIN_MAX_BYTES, DRAIN_S) is None:
-            return
-    except ApiError:
-        headers["connection"] = "close"
-    message = "A valid key is needed here, sent as the header 'Authorization: Bearer KEY'."
-    await Reply(send, None).error(ApiError(401, message, code="invalid_api_key", headers=headers))

@@ -12,24 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from cluster.config import RouterConfig
-from cluster.ports import Clock
 from cluster.types import Outcome, Request, RequestId
-from router.asgi import ChunkWriter, Receive, Scope, Send, chunk_writer
+from router.asgi import ChunkWriter, Exchange, Receive, Scope, Send, exchange_of
 from router.auth import identity_of
+from router.core import RouterCore
 from router.errors import ApiError
 from router.exchange import REQUEST_ID_HEADER, Reply, check_media, headers_of, internal_error, read_body
 from router.headers import CLASS_HEADER, asked_by
 from router.limits import Lease, Limiter, used_tokens
-from router.logprobs import Vocabulary
 from router.openai import Api, Prepared
 from router.parsing import ParserGate
+from router.pools import Pools
 from router.replies import ReplyWriter
-from router.stream import Batch, Choices, Stream
-from router.terms import Terms
+from router.stream import Batch, Choices
 
 INLINE_LOGPROBS = 64
 """Up to so many are written on the event loop: about 2 ms; more go to a thread."""
@@ -39,37 +38,25 @@ LAST_WORD_S = 30.0
 _log = logging.getLogger("forebay.http")
 
 
-class Core(Protocol):
-    """What this file needs of `router.core.RouterCore`."""
-
-    @property
-    def clock(self) -> Clock: ...
-
-    def submit(self, members: Sequence[tuple[Request, Stream]], terms: Terms) -> None: ...
-
-    def cancel(self, *request_ids: RequestId) -> None: ...
-
-
 class Completions:
     """Answers POST on one of the two endpoints."""
 
     def __init__(
         self,
         api: Api,
-        core: Core,
+        pools: Pools,
         gate: ParserGate,
         limiter: Limiter,
         config: RouterConfig,
-        model_name: str,
-        vocabulary: Vocabulary,
+        turned_away: Callable[[ApiError], None] = lambda _: None,
     ) -> None:
+        """`turned_away` is told of each error that a request is answered with before it is submitted."""
+        self._turned_away = turned_away
         self._api = api
-        self._core = core
+        self._pools = pools
         self._gate = gate
         self._limiter = limiter
         self._config = config
-        self._model_name = model_name
-        self._vocabulary = vocabulary
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
@@ -79,6 +66,7 @@ class Completions:
         try:
             await self._exchange(scope, receive, headers, request_id, reply)
         except ApiError as error:
+            self._turned_away(error)
             await reply.error(error)
         except Exception:
             if not reply.begun:
@@ -89,7 +77,7 @@ class Completions:
         self, scope: Scope, receive: Receive, headers: Mapping[str, str], request_id: RequestId, reply: Reply
     ) -> None:
         """Raises ApiError where the answer is one, which has not begun then."""
-        identity, clock = identity_of(scope), self._core.clock
+        identity, clock = identity_of(scope), self._pools.clock
         reply.echo_request_id(headers.get(REQUEST_ID_HEADER))
         if REQUEST_ID_HEADER in headers:
             _log.info("%s is %s to its client", request_id, reply.headers[0][1])
@@ -97,7 +85,7 @@ class Completions:
         asked = asked_by(scope["headers"]).by(identity)
         lease = self._limiter.begin(identity.key_id, identity.limits, clock.monotonic())
         try:
-            raw = await read_body(receive, self._config.max_body_bytes, self._config.body_timeout_s)
+            raw = await read_body(scope, receive, self._config.max_body_bytes, self._config.body_timeout_s)
             if raw is None:
                 return
             prepared = await self._gate.prepare(
@@ -113,29 +101,33 @@ class Completions:
                 lease.charge(prepared.most_tokens, clock.monotonic())
             finally:
                 reply.headers += lease.headers(clock.monotonic())
-            await self._answer(prepared, receive, reply, lease, chunk_writer(scope))
+            await self._answer(prepared, receive, reply, lease, exchange_of(scope))
         finally:
             lease.end(clock.monotonic())
 
     async def _answer(
-        self, prepared: Prepared, receive: Receive, reply: Reply, lease: Lease, write_chunk: ChunkWriter | None
+        self, prepared: Prepared, receive: Receive, reply: Reply, lease: Lease, exchange: Exchange | None
     ) -> None:
-        requests = prepared.requests
-        writer = ReplyWriter(self._api, prepared, self._vocabulary, self._model_name)
+        requests, pool = prepared.requests, self._pools[prepared.model]
+        core, writer = pool.core, ReplyWriter(self._api, prepared, pool.vocabulary)
         reply.headers.append((CLASS_HEADER, prepared.request.priority_class))
         deadline = _LastWord()
 
         def over() -> None:
             deadline.start()
             if len(requests) > 1:  # from within the core: what is left of the others is ended in its next turn
-                asyncio.get_running_loop().call_soon(self._cancel, requests)
+                asyncio.get_running_loop().call_soon(_cancel, core, requests)
 
         choices = Choices(len(requests), self._config.max_stream_bytes, over)
-        watch = asyncio.create_task(self._watch(receive, requests))
+        watch = None
+        if exchange is None:
+            watch = asyncio.create_task(_watch(receive, core, requests))
+        else:
+            exchange.when_gone(partial(_cancel, core, requests))
         try:
-            self._core.submit(tuple(zip(requests, choices.streams, strict=True)), prepared.terms)
+            core.submit(tuple(zip(requests, choices.streams, strict=True)), prepared.terms)
             if prepared.stream:
-                await _streamed(choices, writer, reply, write_chunk)
+                await _streamed(choices, writer, reply, None if exchange is None else exchange.write_chunk)
             else:
                 await _whole(choices, writer, reply)
         except asyncio.CancelledError:
@@ -145,20 +137,25 @@ class Completions:
         except OSError:
             pass  # The server says so where a write finds the client gone; `finally` ends the request.
         finally:
-            watch.cancel()
-            self._cancel(requests)
+            if watch is not None:
+                watch.cancel()
+            if exchange is not None:
+                exchange.when_gone(None)
+            _cancel(core, requests)
             lease.used_tokens = used_tokens(stream.ending for stream in choices.streams)
             deadline.stop()  # last: that cancel ends the streams, which starts it
 
-    async def _watch(self, receive: Receive, requests: Sequence[Request]) -> None:
-        """Cancel the request as soon as the client is gone. After the body, nothing else can be received."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._cancel(requests)
 
-    def _cancel(self, requests: Sequence[Request]) -> None:
-        """End what has not ended."""
-        self._core.cancel(*(request.request_id for request in requests))
+async def _watch(receive: Receive, core: RouterCore, requests: Sequence[Request]) -> None:
+    """Cancel the request as soon as the client is gone. After the body, nothing else can be received."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    _cancel(core, requests)
+
+
+def _cancel(core: RouterCore, requests: Sequence[Request]) -> None:
+    """End what has not ended."""
+    core.cancel(*(request.request_id for request in requests))
 
 
 async def _streamed(
@@ -198,9 +195,9 @@ async def _streamed(
 
 
 def _write_directly(choices: Choices, writer: ReplyWriter, write_chunk: ChunkWriter) -> None:
-    chunk = writer.plain()
-    if chunk is not None:
-        choices.write_directly(lambda text: not text or write_chunk(chunk(text)))
+    write = writer.plain(write_chunk)
+    if write is not None:
+        choices.write_directly(write)
 
 
 async def _whole(choices: Choices, writer: ReplyWriter, reply: Reply) -> None:
@@ -222,17 +219,24 @@ def _is_long(batch: Batch) -> bool:
 
 
 class _LastWord:
-    """Gives the task that made it `LAST_WORD_S` from the end of its answer, then cancels it."""
+    """Gives the task that made it `LAST_WORD_S` from the end of its answer, then cancels it. Almost every task is through
+    before the loop has turned once, and needs no timer."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
         self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
         self.passed = False
 
     def start(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(LAST_WORD_S, self._pass)
+        asyncio.get_running_loop().call_soon(self._arm)
+
+    def _arm(self) -> None:
+        if not self._stopped:
+            self._timer = asyncio.get_running_loop().call_later(LAST_WORD_S, self._pass)
 
     def stop(self) -> None:
+        self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
 

@@ -2,21 +2,20 @@
 
 Owns: the order of events (admission, queue, placement, deltas, losses, cancels, deadlines) and the commitment of what
 admission, dispatch and journal decide. Imports no socket and no web framework. Single writer: all calls come on one event
-loop, none awaits, and none is made from within another. Invariants: each request ends exactly once; it is queued or
-open on one replica, and the reservation exists exactly while it is open; what is sent out, and in which order, is
-`dispatch`'s.
+loop, none awaits, and none is made from within another. Invariants: each request ends exactly once; it is queued, set
+aside as a suspect, or open on one replica, and the reservation exists exactly while it is open; what is sent out, and in
+which order, is `dispatch`'s; what a loss means is `losses`'.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections.abc import Sequence
 from typing import assert_never
 
 from cluster.config import RouterConfig
-from cluster.messages import BandStatus, StepFrame
+from cluster.messages import BandStatus, Gates, RouterDemand, StepFrame, Unroutable
 from cluster.ports import Clock, ReplicaPort
 from cluster.types import (
     FinishReason,
@@ -32,16 +31,16 @@ from cluster.types import (
     TokenDelta,
 )
 from router.admission import Reject
-from router.deadlines import Deadlines
 from router.dispatch import Dispatcher
-from router.explain import Ended, Explanation
+from router.endings import Endings
+from router.explain import Explanation
 from router.fleet import Fleet, Known, New, Old
-from router.gaps import Gaps
 from router.journal import Accepted, Broken, Gap, Repeat, Stale
-from router.live import Account, Live, log_end
+from router.live import Account, Live
+from router.losses import Losses
 from router.metrics_sink import RouterMetrics
-from router.outcomes import Ending
-from router.status import band_statuses, show_classes
+from router.outliers import Fault
+from router.status import band_statuses, show_classes, unroutable
 from router.stream import Pushed, Stream
 from router.terms import NO_TERMS, Terms
 from router.view import Replica
@@ -63,19 +62,21 @@ class RouterCore:
         self._fleet = Fleet(config)
         self._live: dict[RequestId, Live] = {}
         self._dispatcher = Dispatcher(config, now_s, rng, metrics, self._fleet, self._live)
-        self._deadlines = Deadlines()
-        self._ended = Ended(config.explained_requests, config.explained_bytes)
-        self._gaps = Gaps()
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._endings = Endings(config, clock, metrics, self._fleet, self._dispatcher, self._live)
+        self._finalize = self._endings.finalize
+        self._deadlines, self._gaps = self._endings.deadlines, self._endings.gaps
+        self._trials = self._endings.trials
+        self._losses = Losses(config, rng, metrics, self._fleet, self._dispatcher, self._endings, self._live)
+        self._retiring = self._refusing = False
+        self._steady: dict[Account, int] = {}
+        """Tokens that have come, and are not counted yet."""
 
     # --- the HTTP side ---
 
     @property
     def ready(self) -> bool:
         """Whether new work has somewhere to go."""
-        return not self._draining and self._fleet.routable(self.clock.monotonic())
+        return not self._retiring and self._fleet.routable(self.clock.monotonic())
 
     def submit(self, members: Sequence[tuple[Request, Stream]], terms: Terms = NO_TERMS) -> None:
         """Take the choices of one client's request, which are alike but for their ids: all are let in, or none.
@@ -90,57 +91,87 @@ class RouterCore:
             raise ValueError(f"{live_ids[0]} is already live")
         if first.priority_class not in self._classes:
             raise ValueError(f"no priority class {first.priority_class!r}")
-        priority_class, now_s = self._classes[first.priority_class], self.clock.monotonic()
+        priority_class, now_s = self._classes[first.priority_class], self._begin()
         arrived_s = now_s - max(0.0, self.clock.unix() - first.arrived_unix_s)
         rank, band = self._dispatcher.rank(first, terms), self._dispatcher.band(first.priority)
         lives = [
             Live(request, priority_class, stream, arrived_s, self._config, terms, rank, band)
             for request, stream in members
         ]
-        decision = self._dispatcher.judge(lives, now_s, draining=self._draining)
+        decision = self._dispatcher.judge(lives, now_s, draining=self._refusing)
         self._live.update((live.request.request_id, live) for live in lives)
-        self._idle.clear()
+        self._endings.idle.clear()
         if isinstance(decision, Reject):
             for live in lives:
                 self._finalize(live, decision.outcome, error=decision.error, retry_after=decision.retry_after_s)
             return
         self._metrics.accepted(priority_class.name, len(first.prompt_ids))
         for live in lives:
-            self._enqueue(live, now_s)
+            self._losses.enqueue(live, now_s)
         self._pump(now_s)
 
     def cancel(self, *request_ids: RequestId) -> None:
         """The client is gone. All end before any room is given away, or one would be sent to a replica in the place of
         another. What has ended already is left alone."""
+        now_s = self._begin()
         lives = [live for request_id in request_ids if (live := self._live.get(request_id)) is not None]
         for live in lives:
             self._finalize(live, Outcome.CANCELLED)
         if lives:
-            self._pump(self.clock.monotonic())
+            self._pump(now_s)
 
-    def begin_drain(self) -> None:
-        """Refuse what is new; what is queued or runs goes on."""
-        self._draining = True
+    def retire(self) -> None:
+        """Be not ready, for a balancer to see; what comes all the same is served."""
+        self._retiring = True
+
+    def shut_down(self) -> None:
+        """Refuse what is new, and end what is queued or runs: each client is told, and no replica works on for it."""
+        self._begin()
+        self._retiring = self._refusing = True
+        for live in list(self._live.values()):
+            begun = live.first_token_s is not None
+            self._finalize(live, Outcome.SHUT_DOWN if begun else Outcome.REJECTED_DRAINING)
 
     async def drained(self) -> None:
         """Return once nothing is live."""
-        await self._idle.wait()
+        await self._endings.idle.wait()
 
     def bands(self) -> tuple[BandStatus, ...]:
         """Queued and running work by priority, most urgent first."""
         return band_statuses(self._config.classes, self._dispatcher.queue, self._live.values())
 
+    def unroutable(self) -> tuple[Unroutable, ...]:
+        """Replicas that are sent nothing new, and why."""
+        return unroutable(self._fleet.views(self.clock.monotonic()))
+
     def explain(self, request_id: RequestId, tenant: str) -> Explanation | None:
         """What was decided about a request, live or lately ended. None: unknown, forgotten or of another tenant."""
         live = self._live.get(request_id)
-        explanation = self._ended.get(request_id) if live is None else live.explain(self.clock.monotonic())
+        explanation = self._endings.ended.get(request_id) if live is None else live.explain(self.clock.monotonic())
         return explanation if explanation is not None and explanation.tenant == tenant else None
+
+    # --- the other routers ---
+
+    def demand(self, model: str) -> RouterDemand | None:
+        """Every 50 ms: what the controller is to be told; None for nothing. `told` says that it was."""
+        now_s = self._begin()
+        self._pump(now_s)  # a gate may have expired
+        return self._dispatcher.demand(model, now_s)
+
+    def told(self, demand: RouterDemand) -> None:
+        self._dispatcher.gates.told(demand)
+
+    def hear(self, gates: Gates) -> None:
+        """What the controller says of the other routers, with the gate that is in force from now on."""
+        now_s = self._begin()
+        self._dispatcher.hear(gates, now_s)
+        self._pump(now_s)
 
     # --- the replicas' side ---
 
     def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> None:
         """A replica can be reached. Of a known incarnation, all that is open there is asked for again."""
-        now_s = self.clock.monotonic()
+        now_s = self._begin()
         linked = self._fleet.linked(port, now_s)
         match linked:
             case Old():
@@ -148,7 +179,7 @@ class RouterCore:
                 return
             case New(replica, replaced):
                 if replaced is not None:
-                    self._lose(replaced, "replaced", now_s)
+                    self._losses.replica_gone(replaced, "replaced", now_s)
             case Known(replica):
                 for request_id, attempt in replica.take_left_behind():
                     port.abort(request_id, attempt)
@@ -163,14 +194,15 @@ class RouterCore:
     def link_down(self, replica_id: ReplicaId, generation: Generation) -> None:
         replica = self._fleet.current(replica_id, generation)
         if replica is not None:
+            self._losses.fault(replica, Fault.LINK, self._begin())
             replica.link_up = False
 
     def replica_lost(self, replica_id: ReplicaId, generation: Generation, why: str) -> None:
         replica = self._fleet.current(replica_id, generation)
         if replica is not None:
             _log.warning("replica %s is lost with %d requests: %s", replica_id, len(replica.reservations), why)
-            now_s = self.clock.monotonic()
-            self._lose(replica, "lost", now_s)
+            now_s = self._begin()
+            self._losses.replica_gone(replica, "lost", now_s)
             self._pump(now_s)
 
     def frame(self, replica_id: ReplicaId, generation: Generation, frame: StepFrame) -> None:
@@ -178,30 +210,37 @@ class RouterCore:
         if replica is None:
             self._metrics.fenced("stale", len(frame.deltas))
             return
-        now_s = self.clock.monotonic()
+        now_s = self._begin() if frame.preempted else self.clock.monotonic()
         replica.observe(frame.report, now_s)
+        if frame.prefixes is not None:
+            self._dispatcher.told(replica, frame.prefixes)
         for preempted in frame.preempted:
             self._preempted(replica, preempted, now_s)
         self._deltas(replica, frame.deltas, now_s)
-        for refusal in frame.refusals:
-            self._refused(replica, refusal, now_s)
+        if frame.refusals:
+            self._count()
+            for refusal in frame.refusals:
+                self._refused(replica, refusal, now_s)
         self._pump(now_s)
 
     # --- time ---
 
-    def tick(self) -> None:
-        """Every 100 ms: what silence, age and lost answers mean, and the gauges."""
-        now_s = self.clock.monotonic()
+    def tick(self, *, gauges: bool = True) -> None:
+        """Every 100 ms: what silence, age and lost answers mean. `gauges` are set too; that is most of the work."""
+        now_s = self._begin()
         for replica in self._fleet.fenced(now_s):
             for request_id in list(replica.reservations):
-                # Silence is no death: what an engine may have died of is counted when it is lost.
-                self._continue(self._live[request_id], replica, "fenced", now_s, abort=True, lost=False)
+                # Silence is no death: nobody is suspect for it.
+                self._losses.go_on(self._live[request_id], replica, "fenced", now_s, abort=True)
         for request_id in self._gaps.unanswered(now_s - self._config.silent_after_s):
-            self._ask_again(self._live[request_id], now_s)
+            self._losses.ask_again(self._live[request_id], now_s)
         self._expire(now_s)
+        self._fleet.reopen(now_s)
         self._pump(now_s)
-        show_classes(self._metrics, self._config.classes, self._dispatcher, self._live.values(), now_s)
-        self._metrics.replicas(self._fleet.views(now_s))
+        if gauges:
+            show_classes(self._metrics, self._config.classes, self._dispatcher, self._live.values(), now_s)
+            self._metrics.replicas(self._fleet.views(now_s))
+            self._metrics.suspects(len(self._trials))
 
     def _expire(self, now_s: float) -> None:
         for request_id in self._deadlines.over(now_s):
@@ -217,91 +256,53 @@ class RouterCore:
 
     # --- queue and placement ---
 
-    def _enqueue(self, live: Live, now_s: float) -> None:
-        self._dispatcher.enqueue(live, now_s)
-        self._deadlines.waits(live.request.request_id, *live.deadlines_s(now_s, self._config.max_queue_s))
-
     def _pump(self, now_s: float) -> None:
         """Send out what can be, from the head of the queue on, until the head must wait."""
-        if not self._dispatcher.queue:
-            return
+        more = bool(self._dispatcher.queue or self._trials.waiting)
+        if more:
+            self._count()
+        while more:
+            more = self._trials.waiting > 0 and self._losses.bring_back(now_s)
+            if self._dispatcher.queue:
+                self._send_out(now_s)
+
+    def _send_out(self, now_s: float) -> None:
         for live, placement, by_share in self._dispatcher.next(now_s):
             if placement is not None:
                 self._dispatcher.send(live, placement, now_s, by_share=by_share)
             elif self._fleet.too_large(live.need(self._config.expected_output_tokens)):
                 self._finalize(live, Outcome.REJECTED_TOO_LARGE)
-
-    def _release(self, live: Live, replica: Replica, now_s: float, *, taken_back: bool) -> None:
-        self._dispatcher.release(live, replica, now_s, taken_back=taken_back)
-        self._gaps.close(live.request.request_id)
-
-    def _continue(
-        self,
-        live: Live,
-        replica: Replica,
-        why: str,
-        now_s: float,
-        *,
-        abort: bool,
-        lost: bool = True,
-        refused: bool = False,
-    ) -> None:
-        """The open attempt is over and the request is not: back to its place, unless it has lost too many engines.
-
-        `abort`: the replica may still run the attempt. `lost`: it counts against `max_attempts`. `refused`: the attempt
-        was never begun there.
-        """
-        attempt = live.journal.attempt
-        assert attempt is not None
-        self._release(live, replica, now_s, taken_back=True)
-        live.continued |= not refused or live.first_token_s is not None
-        if abort:
-            replica.abort(live.request.request_id, attempt)
-        live.decided(now_s, "returned", replica=replica.replica_id, why=why, emitted=live.journal.next_index)
-        if live.journal.complete:
-            self._finalize(live, Outcome.FINISHED, finish=FinishReason.LENGTH)
-            return
-        self._metrics.continued(why)
-        if lost:
-            live.losses += 1
-            if live.losses >= self._config.max_attempts:
-                self._finalize(live, Outcome.REPLICA_LOST)
-                return
-        self._enqueue(live, now_s)
-
-    def _lose(self, replica: Replica, why: str, now_s: float) -> None:
-        for request_id in list(replica.reservations):
-            self._continue(self._live[request_id], replica, why, now_s, abort=False)
-        self._fleet.forget(replica)
+            elif live.suspicion is not None:
+                self._losses.make_way(live, now_s)
 
     # --- what a frame says ---
 
     def _deltas(self, replica: Replica, deltas: Sequence[TokenDelta], now_s: float) -> None:
-        """Most bring the next token of a steady stream and nothing else. Those are counted together, before anything is
-        decided that the counts have a part in."""
-        counts: dict[Account, int] = {}
+        """Most bring the next token of a steady stream and nothing else. Those are counted later, together: before
+        anything is decided that the counts have a part in, and at the latest with the next tick."""
+        lives, steady, replica_id = self._live, self._steady, replica.replica_id
         for delta in deltas:
-            live = self._live.get(delta.request_id)
-            if (
-                live is not None
-                and live.replica_id == replica.replica_id
-                and live.journal.take_next(delta, live.steady_below)
-            ):
-                counts[live.account] = counts.get(live.account, 0) + 1
+            live = lives.get(delta.request_id)
+            if live is not None and live.replica_id == replica_id and live.journal.take_next(delta, live.steady_below):
+                steady[live.account] = steady.get(live.account, 0) + 1
                 if live.stream.push(delta.pieces[0], 1) is Pushed.OVERFLOW:
-                    self._count(counts)
+                    self._count()
                     self._finalize(live, Outcome.SLOW_CLIENT)
             else:
-                self._count(counts)
+                self._count()
                 self._delta(replica, delta, now_s)
-        self._count(counts)
 
-    def _count(self, counts: dict[Account, int]) -> None:
-        """Count the tokens of each account, and empty `counts`."""
-        for account, count in counts.items():
+    def _count(self) -> None:
+        """Count the steady tokens of each account."""
+        for account, count in self._steady.items():
             self._metrics.tokens(account.priority_class, count)
             self._dispatcher.steady_tokens(account, count)
-        counts.clear()
+        self._steady.clear()
+
+    def _begin(self) -> float:
+        """The time, before anything is decided: all that has come is counted then."""
+        self._count()
+        return self.clock.monotonic()
 
     def _delta(self, replica: Replica, delta: TokenDelta, now_s: float) -> None:
         live = self._live.get(delta.request_id)
@@ -311,7 +312,7 @@ class RouterCore:
         verdict = live.journal.accept(delta)
         match verdict:
             case Accepted():
-                self._accepted(live, replica, verdict, now_s, error=delta.error)
+                self._accepted(live, replica, verdict, now_s, error=delta.error, cached_tokens=delta.cached_tokens)
             case Stale():
                 _drop_stale(delta, replica, self._metrics)
             case Repeat():
@@ -325,11 +326,14 @@ class RouterCore:
                     replica.port.resend_from(delta.request_id, delta.attempt, index)
             case Broken(why):
                 _log.error("replica %s sent a delta that cannot be: %s", replica.replica_id, why)
-                self._continue(live, replica, "broken", now_s, abort=True)
+                self._losses.fault(replica, Fault.BROKEN, now_s, live)
+                self._losses.go_on(live, replica, "broken", now_s, abort=True)
             case _:
                 assert_never(verdict)
 
-    def _accepted(self, live: Live, replica: Replica, new: Accepted, now_s: float, *, error: str) -> None:
+    def _accepted(
+        self, live: Live, replica: Replica, new: Accepted, now_s: float, *, error: str, cached_tokens: int
+    ) -> None:
         request_id, count, scores = live.request.request_id, len(new.token_ids), new.scores
         if self._gaps:
             self._gaps.close(request_id)
@@ -337,8 +341,12 @@ class RouterCore:
             self._metrics.tokens(live.priority_class.name, count)
             self._deadlines.started(request_id)
             if live.first_token_s is None:
-                self._dispatcher.first_token(live, now_s)
+                self._dispatcher.first_token(live, cached_tokens, now_s)
             self._dispatcher.tokens(live, replica, count)
+            if live.suspicion is not None:
+                self._losses.progressed(live, now_s)
+            if replica.probe == request_id:
+                self._losses.worked(replica, now_s, probe=True)
         if count or scores is not None:
             pushed = live.stream.push(new.text, count, scores, last=new.finish is not None)
             if pushed is Pushed.OVERFLOW:
@@ -348,11 +356,14 @@ class RouterCore:
             case None:
                 pass
             case FinishReason.STOP | FinishReason.LENGTH:
+                if replica.record.marks:
+                    self._losses.worked(replica, now_s, probe=False)
                 self._finalize(live, Outcome.FINISHED, finish=new.finish, engine_ended=True)
             case FinishReason.ERROR:
+                self._losses.fault(replica, Fault.ENGINE_ERROR, now_s, live)
                 self._finalize(live, Outcome.ENGINE_ERROR, error=error, engine_ended=True)
             case FinishReason.ABORT:
-                self._continue(live, replica, "aborted", now_s, abort=False)
+                self._losses.go_on(live, replica, "aborted", now_s, abort=False)
             case _:
                 assert_never(new.finish)
 
@@ -361,6 +372,8 @@ class RouterCore:
         if live is None or live.replica_id != replica.replica_id or live.journal.attempt != preempted.attempt:
             return
         self._dispatcher.preempted(live, replica, preempted, now_s)
+        if live.suspicion is not None:  # paused it would hold up the trials of all others
+            self._losses.go_on(live, replica, "preempted", now_s, abort=True, lost=False)
 
     def _refused(self, replica: Replica, refusal: Refusal, now_s: float) -> None:
         live = self._live.get(refusal.request_id)
@@ -371,56 +384,9 @@ class RouterCore:
             replica.back_off()
         # An attempt that the replica does not know was lost with a link: no engine died of it.
         lost = refusal.reason is RefusalReason.OVERFLOW
-        self._continue(live, replica, refusal.reason.value, now_s, abort=False, lost=lost, refused=not lost)
-
-    def _ask_again(self, live: Live, now_s: float) -> None:
-        request_id, attempt = live.request.request_id, live.journal.attempt
-        assert live.replica_id is not None
-        assert attempt is not None
-        replica = self._fleet[live.replica_id]
-        if not replica.link_up:  # it will be asked when the link is up
-            return
-        if self._gaps.ask(request_id, now_s):
-            replica.port.resend_from(request_id, attempt, live.journal.next_index)
-        else:
-            self._continue(live, replica, "gap", now_s, abort=True)
-
-    # --- the end ---
-
-    def _finalize(
-        self,
-        live: Live,
-        outcome: Outcome,
-        *,
-        finish: FinishReason | None = None,
-        error: str = "",
-        retry_after: int | None = None,
-        engine_ended: bool = False,
-    ) -> None:
-        """End a request, once: `del` fails for one that is not live. `engine_ended`: there is nothing to abort."""
-        request_id, now_s = live.request.request_id, self.clock.monotonic()
-        del self._live[request_id]
-        self._deadlines.forget(request_id)
-        if request_id in self._dispatcher.queue:
-            self._dispatcher.withdraw(live, now_s)
-        elif live.replica_id is not None:
-            replica, attempt = self._fleet[live.replica_id], live.journal.attempt
-            assert attempt is not None
-            self._release(live, replica, now_s, taken_back=False)
-            if not engine_ended:
-                replica.abort(request_id, attempt)
-        if outcome is Outcome.FINISHED:
-            self._dispatcher.finished(live, now_s)
-        tokens = live.journal.next_index
-        ending = Ending(outcome, len(live.request.prompt_ids), tokens, finish, error, retry_after)
-        live.stream.end(ending)
-        live.count_end(self._metrics, ending, now_s)
-        self._metrics.served(live.request.tenant, live.served)
-        explanation = live.explain(now_s, ending)
-        self._ended.add(request_id, explanation)
-        log_end(explanation, ending.meaning.log_level)
-        if not self._live:
-            self._idle.set()
+        if lost:
+            self._losses.fault(replica, Fault.OVERFLOW, now_s, live)
+        self._losses.go_on(live, replica, refusal.reason.value, now_s, abort=False, lost=lost, refused=not lost)
 
 
 def _drop_stale(delta: TokenDelta, replica: Replica, metrics: RouterMetrics) -> None:

@@ -1,6 +1,6 @@
 """The way of a request from the queue to a replica and back, and what is charged and measured on it.
 
-Owns: the queue, the tenants' counters, the minimum shares, the drain rates and the choice of a replica for what is next.
+Owns: the queue, the tenants' counters, the minimum shares and the choice of a replica for what is next.
 Single writer, driven by `core`. Invariants: nothing is sent out before a more urgent request that waits, nor before what
 its band's order puts in front, but for what a minimum share lets pass; each open attempt has its reservation and is
 counted open for its tenant, and what it was charged is kept or taken back once.
@@ -13,35 +13,31 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from typing import assert_never
+from collections.abc import Iterator, Mapping
 
 from cluster.config import RouterConfig, WithinTenant
+from cluster.control.gates import DEMAND_PERIOD_S
 from cluster.lengths import LengthPredictor
-from cluster.types import Preempted, ReplicaId, Request, RequestId
-from router.admission import (
-    AdmissionView,
-    Admit,
-    Pace,
-    Queue,
-    Reject,
-    RequestFacts,
-    backlog_seconds,
-    decide,
-    evenly_ahead,
-    retry_after_s,
-)
+from cluster.messages import Gate, Gates, RouterDemand
+from cluster.types import Preempted, PrefixChange, ReplicaId, Request, RequestId
 from router.affinity import Affinity
-from router.fairness import FairShares, TenantBand, rank_of
-from router.fleet import Fleet
-from router.live import Account, Live, size_bytes
+from router.arrivals import Arrivals
+from router.bands import FairShares
+from router.fairness import TenantBand
+from router.fleet import SCAN_REPLICAS, Fleet
+from router.gates import GateKeeper, Place
+from router.live import Account, Live
 from router.metrics_sink import RouterMetrics
-from router.pace import DrainRate, ServiceTimes
+from router.prefixes import Prefixes
 from router.queue import BandQueue, Waiting
-from router.routing import NO_FAVOUR, Placement
+from router.rank import rank_of
+from router.routing import NO_FAVOUR, Need, Placement
 from router.share import MinimumShares
 from router.terms import Terms
 from router.view import Replica, Reservation
+
+HABIT = 1e-6
+"""Of a capacity: what decides between equals alone."""
 
 
 class Dispatcher:
@@ -65,14 +61,24 @@ class Dispatcher:
         self._tenants = FairShares(config)
         self.queue = BandQueue(self._tenants.band)
         self._shares = MinimumShares(config.minimum_share, config.ageing_after_s)
-        self._drains = {c.name: DrainRate(now_s) for c in config.classes}
-        self._drain_of_all = DrainRate(now_s)
-        self._times = ServiceTimes()
+        self.gates = GateKeeper(self.queue, self._tenants, self._prompt_charge, now_s)
+        self._held: set[RequestId] = set()
+        """Of those that wait, the ones that have been told that a gate holds them back."""
+        self.arrivals = Arrivals(config, now_s, rng, fleet, self.queue, self.gates, self._place_arrival)
+        self.judge, self.retry_after_s = self.arrivals.judge, self.arrivals.retry_after_s
+        self.drain_per_s = self.arrivals.drain_per_s
         self._affinity = Affinity(config.affinity_entries)
+        self._prefixes = Prefixes(config.prefix_entries, SCAN_REPLICAS)
         by_urgency = sorted(config.classes, key=lambda c: -c.priority)
         bounds = [math.inf, *(c.priority for c in by_urgency)]
         self._bands_of_classes = [(c.name, below) for c, below in zip(by_urgency, bounds, strict=False)]
         """Each class, most urgent first, with the priority below which its own are."""
+        lowest = [*(c.priority for c in by_urgency[:-1]), -math.inf]
+        self._bounds = {c.name: (low, below) for c, low, below in zip(by_urgency, lowest, bounds, strict=False)}
+        """The priorities of each class, from the lowest to below the next class's."""
+        self._shown_front = -math.inf
+        self._judged: tuple[Live, Placement | None] | None = None
+        """Where a request that has just been let in can go: asked for once, by admission, and used up by the next look."""
         self._lengths = LengthPredictor() if config.within_tenant is WithinTenant.SJF else None
 
     # --- the queue ---
@@ -99,20 +105,22 @@ class Dispatcher:
         if live.first_token_s is not None or not live.journal.attempts:
             live.queued_s = now_s
         self.queue.push(live.waiting(self._config.expected_output_tokens))
-        self._drains[live.priority_class.name].waits(now_s, True)
-        self._drain_of_all.waits(now_s, True)
+        self.arrivals.waits(live.priority_class.name, now_s)
 
     def withdraw(self, live: Live, now_s: float) -> None:
         """It waits no longer, and was not sent out."""
         self.queue.remove(live.request.request_id)
-        self._waits_on(live.priority_class.name, now_s)
+        self._held.discard(live.request.request_id)
+        self.arrivals.waits(live.priority_class.name, now_s)
 
     def next(self, now_s: float) -> Iterator[tuple[Live, Placement | None, bool]]:
         """What can be sent out next and whether a minimum share puts it first, as long as the caller sends it out or
-        takes it away; last, what cannot be placed and must wait."""
+        takes it away; last, what cannot be placed and must wait. Nothing more where a gate holds the next one back."""
+        gate = self.gates.gate(now_s)
+        front = -math.inf if gate is None else gate.priority
         while self.queue:
-            heads = self._heads()
-            due = self._shares.due(heads, now_s)
+            several = self.queue.has_several_bands or gate is not None
+            due = self._shares.due(self._heads(), now_s, front) if several else None
             if due is not None:
                 live, placement = self._place(due, now_s)
                 if placement is not None:
@@ -120,22 +128,112 @@ class Dispatcher:
                     continue
             head = self.queue.peek()
             assert head is not None
+            if gate is not None and not self.gates.lets_out(head.priority, now_s):
+                self._hold(head, gate, now_s)
+                return
             live, placement = self._place(head, now_s)
             yield live, placement, False
             if placement is None and head.request_id in self.queue:
                 return
 
+    def _hold(self, head: Waiting, gate: Gate, now_s: float) -> None:
+        """Say that a gate holds it back; once while it waits."""
+        if head.request_id in self._held:
+            return
+        self._held.add(head.request_id)
+        live = self._lives[head.request_id]
+        self._metrics.held_by_gate(head.priority_class)
+        live.decided(
+            now_s,
+            "held",
+            why="gate",
+            band=head.priority,
+            front=gate.priority,
+            sent=live.band.sent,
+            sent_max=gate.sent_max,
+        )
+
     def _place(self, waiting: Waiting, now_s: float) -> tuple[Live, Placement | None]:
-        live = self._lives[waiting.request_id]
+        live, judged, self._judged = self._lives[waiting.request_id], self._judged, None
+        if judged is not None and judged[0] is live:
+            return judged
         need = live.need(self._config.expected_output_tokens)
         return live, self._fleet.place(need, now_s, self._rng, self._favour(live))
 
+    def _place_arrival(self, live: Live, need: Need, now_s: float) -> Placement | None:
+        placement = self._fleet.place(need, now_s, self._rng, self._favour(live))
+        self._judged = None if placement is None else (live, placement)
+        return placement
+
     def _favour(self, live: Live) -> Mapping[ReplicaId, float]:
-        prompt = len(live.request.prompt_ids)
-        seen = self._affinity.expected(live.affinity_keys, prompt) if live.affinity_keys else None
-        if seen is None or self._fleet.current(seen.replica_id, seen.generation) is None:
+        """By the part of its prompt that need not be computed there: what a replica tells that it holds, or what it is
+        about to compute for others. Of equals, where its session was last."""
+        weight, prompt = self._config.affinity_weight, len(live.request.prompt_ids)
+        if not weight:
             return NO_FAVOUR
-        return {seen.replica_id: self._config.affinity_weight * seen.tokens / prompt}
+        favour: dict[ReplicaId, float] = {}
+        if live.chain is None:
+            live.chain = self._prefixes.chain(live.request)
+        if live.chain is not None:
+            of_one = weight * live.chain.block_size_tokens / prompt
+            favour = {replica_id: of_one * blocks for replica_id, blocks in self._prefixes.found(live.chain).items()}
+        seen = self._affinity.expected(live.affinity_keys, prompt) if live.affinity_keys else None
+        if seen is not None and self._fleet.current(seen.replica_id, seen.generation) is not None:
+            held = favour.get(seen.replica_id, 0.0)
+            favour[seen.replica_id] = held + HABIT if seen.settled else max(held, weight * seen.tokens / prompt)
+        return favour
+
+    # --- the other routers ---
+
+    def demand(self, model: str, now_s: float) -> RouterDemand | None:
+        """What the controller is to be told now, if anything."""
+        self._show_gate(now_s)
+        return self.gates.demand(model, lambda waiting: self._room_for(waiting, now_s), now_s)
+
+    def hear(self, gates: Gates, now_s: float) -> None:
+        """Take what the controller says of the others."""
+        sent = self.gates.hear(gates, now_s)
+        if sent:
+            self._shares.sent(sent, self._heads(), self._sharers)
+        self._show_gate(now_s)
+
+    def _room_for(self, waiting: Waiting, now_s: float) -> Place:
+        if not self._fleet.routable(now_s):
+            return Place(False, False, False)
+        placement = self._place(waiting, now_s)[1]
+        # What is sent while a step runs is in the report after it: until then there may seem to be room.
+        step_age_s = None if placement is None else self._fleet[placement.replica_id].step_age_s
+        room = placement is not None and (step_age_s or 0.0) <= DEMAND_PERIOD_S
+        return Place(True, room, self._fleet.has_slot(now_s))
+
+    def _sharers(self, priority_class: str) -> int:
+        """How many routers, with this one, have work of a class waiting, to share its minimum share."""
+        lowest, below = self._bounds[priority_class]
+        return 1 + self.gates.routers_waiting(lowest, below)
+
+    def _prompt_charge(self, waiting: Waiting) -> float:
+        live = self._lives[waiting.request_id]
+        return 0.0 if live.prompt_charged else live.prompt_charge
+
+    def _show_gate(self, now_s: float) -> None:
+        """Tell the metrics which classes are shut, where that has changed."""
+        gate = self.gates.gate(now_s)
+        front = -math.inf if gate is None else gate.priority
+        if front != self._shown_front:
+            self._shown_front = front
+            for name, (_, below) in self._bounds.items():
+                self._metrics.gate(name, shut=below <= front)
+
+    # --- what replicas hold ---
+
+    def told(self, replica: Replica, change: PrefixChange) -> None:
+        """A replica has told of its prefix cache."""
+        if self._config.affinity_weight:
+            self._prefixes.tell(replica.replica_id, replica.generation, replica.block_size_tokens, change)
+
+    def lost(self, replica: Replica) -> None:
+        """An incarnation is gone, with all that it held."""
+        self._prefixes.drop(replica.replica_id, replica.generation)
 
     # --- attempts ---
 
@@ -144,11 +242,12 @@ class Dispatcher:
         request, name = live.to_send(), live.priority_class.name
         replica = self._fleet[placement.replica_id]
         waiting = self.queue.remove(request.request_id)
+        self._held.discard(request.request_id)
         counter, least = live.band.counters(request.tenant)
         self._charge(live, waiting, now_s)
         attempt = live.journal.begin()
-        sequence = replica.port.add(request, attempt)
-        reservation = Reservation(attempt, sequence, request.priority, placement.blocks)
+        sequence = replica.port.add(request, attempt, shared=by_share)
+        reservation = Reservation(attempt, sequence, request.priority, placement.blocks, trial=live.trial)
         if by_share:
             reservation.shared_s = now_s
             self._metrics.shared(name)
@@ -170,6 +269,7 @@ class Dispatcher:
             victims=placement.victims,
             emitted=live.journal.next_index,
             score=round(placement.score, 4),
+            prompt_blocks_held=0 if live.chain is None else self._prefixes.held(live.chain, replica.replica_id),
             tenant_counter=round(counter),
             least_counter=round(least),
         )
@@ -179,11 +279,12 @@ class Dispatcher:
         live.drained = 0
         if now_s > waiting.since_s:
             live.drained = waiting.service
-            self._drains[name].left(now_s, waiting.service)
-            self._drain_of_all.left(now_s, waiting.service)
-        self._waits_on(name, now_s)
-        self._shares.spend(waiting)
-        self._shares.sent(waiting.service, self._heads())
+            self.arrivals.left(name, waiting.service, now_s)
+        self.arrivals.waits(name, now_s)
+        if self.queue or self._shares.any_saved:
+            self._shares.spend(waiting)
+            self._shares.sent(waiting.service, self._heads(), self._sharers)
+        self.gates.sent(waiting, live.band.weight(waiting.tenant))
         charge = 0.0 if live.prompt_charged else live.prompt_charge
         live.prompt_charged = True
         live.band.begin(waiting.tenant, charge)
@@ -193,6 +294,7 @@ class Dispatcher:
         it has had no token of any attempt so far its tenant has had nothing."""
         request = live.request
         replica.release(request.request_id)
+        self.gates.ended(request.request_id)
         live.replica_id = None
         live.steady_below = 0
         live.journal.close()
@@ -200,18 +302,22 @@ class Dispatcher:
         if taken_back and live.first_token_s is None:
             refund, live.prompt_charged = live.prompt_charge, False
             if live.drained:
-                self._drains[live.priority_class.name].came_back(now_s, live.drained)
-                self._drain_of_all.came_back(now_s, live.drained)
+                self.arrivals.came_back(live.priority_class.name, live.drained, now_s)
         elif live.first_token_s is None:
             live.band.keep(request.tenant, live.prompt_charge)
         live.band.end(request.tenant, refund)
+        if self._prefixes.follows(replica.replica_id, replica.generation):
+            self._affinity.settle(live.affinity_keys, replica.replica_id, replica.generation)
 
-    def first_token(self, live: Live, now_s: float) -> None:
-        """The request has had its first token: its prompt was worth its charge."""
+    def first_token(self, live: Live, cached_tokens: int, now_s: float) -> None:
+        """The request has had its first token: its prompt was worth its charge, but for what was not computed of it."""
         assert live.sent_s is not None
         live.first_token_s = now_s
-        live.band.keep(live.request.tenant, live.prompt_charge)
-        self._times.first_token(len(live.request.prompt_ids), now_s - live.sent_s)
+        live.cached_tokens = min(cached_tokens, len(live.request.prompt_ids))
+        saved = self._config.prompt_token_weight * live.cached_tokens
+        live.band.keep(live.request.tenant, live.prompt_charge, saved)
+        live.prompt_charge -= saved
+        self.arrivals.times.first_token(len(live.request.prompt_ids), now_s - live.sent_s)
         self._metrics.first_token(live.priority_class.name, now_s - live.arrived_s)
 
     def tokens(self, live: Live, replica: Replica, count: int) -> None:
@@ -255,101 +361,9 @@ class Dispatcher:
         if self._lengths is not None:
             self._lengths.observe(request.tenant, request.priority_class, len(request.prompt_ids), tokens)
         if tokens > 1 and live.first_token_s is not None:
-            self._times.next_tokens((now_s - live.first_token_s) / (tokens - 1))
-
-    # --- what admission and explanations need to know ---
-
-    def judge(self, lives: Sequence[Live], now_s: float, *, draining: bool) -> Admit | Queue | Reject:
-        """Decide about requests that arrive as one, by the first, and say so to each."""
-        facts = self._facts(lives[0], len(lives), now_s)
-        view = self._admission_view(facts, lives[0], now_s, draining=draining)
-        decision = decide(facts, view, self._rng)
-        match decision:
-            case Reject(outcome, _, _, numbers):
-                event, why, figures = "rejected", outcome.value, numbers
-            case Admit():
-                event, why, figures = "admitted", "", {}
-            case Queue(ahead_requests):
-                ahead = {"ahead": ahead_requests, "ahead_service": round(view.pace.ahead)}
-                event, why, figures = "queued", "", ahead | self._place_in_line(lives[0])
-            case _:
-                assert_never(decision)
-        for live in lives:
-            live.decided(now_s, event, figures, why=why)
-        return decision
-
-    def _facts(self, live: Live, count: int, now_s: float) -> RequestFacts:
-        request, expected = live.request, self._config.expected_output_tokens
-        return RequestFacts(
-            need=live.need(expected),
-            size_bytes=size_bytes(request),
-            priority_class=live.priority_class,
-            count=count,
-            service=live.service(expected),
-            output_tokens=max(1, min(request.sampling.max_tokens, request.stated_output_tokens or 0)),
-            age_s=now_s - live.arrived_s,
-            terms=live.terms,
-        )
-
-    def _admission_view(self, facts: RequestFacts, live: Live, now_s: float, *, draining: bool) -> AdmissionView:
-        request, name = live.request, live.priority_class.name
-        charge, own = self.queue.of_class(name), self.queue.of_tenant(name, request.tenant)
-        pace = self._pace(facts, live, charge.service, own.service, now_s)
-        ahead_requests = self.queue.at_or_above(request.priority)
-        return AdmissionView(
-            draining=draining,
-            leaving=self._fleet.leaving(now_s),
-            too_large=self._fleet.too_large(facts.need),
-            room=not ahead_requests and self._fleet.place(facts.need, now_s, self._rng, self._favour(live)) is not None,
-            ahead_requests=ahead_requests,
-            class_requests=charge.requests,
-            class_bytes=charge.size_bytes,
-            tenant_requests=own.requests,
-            tenant_bytes=own.size_bytes,
-            longest_wait_s=live.priority_class.longest_wait_s or self._config.max_queue_s,
-            pace=pace,
-        )
-
-    def _pace(self, facts: RequestFacts, live: Live, backlog: int, own: int, now_s: float) -> Pace:
-        """`own`: of the backlog, what the request's tenant has there."""
-        request, name = live.request, live.priority_class.name
-        outranked = self.queue.at_or_above(request.priority + 1) > 0
-        of_all = self._drain_of_all.per_s(now_s) if outranked else None
-        weights = live.band.waiting_weight(request.tenant)
-        return Pace(
-            backlog=backlog,
-            ahead=evenly_ahead(backlog, own + facts.service, *weights),
-            drain_per_s=self._drains[name].per_s(now_s),
-            share_per_s=None if of_all is None else of_all * self._config.minimum_share,
-            ageing_after_s=self._config.ageing_after_s,
-            first_token_s=self._times.first_token_s(len(request.prompt_ids)),
-            next_token_s=self._times.next_token_s,
-        )
-
-    def retry_after_s(self, live: Live, now_s: float) -> int:
-        name = live.priority_class.name
-        backlog = self.queue.of_class(name).service
-        return retry_after_s(backlog_seconds(backlog, self._drains[name].per_s(now_s)), self._rng)
-
-    def drain_per_s(self, priority_class: str, now_s: float) -> float | None:
-        return self._drains[priority_class].per_s(now_s)
-
-    def _place_in_line(self, live: Live) -> dict[str, float]:
-        """Where it stands, in numbers."""
-        name = live.priority_class.name
-        counter, least = live.band.counters(live.request.tenant)
-        return {
-            "band": live.request.priority,
-            "backlog": self.queue.of_class(name).service,
-            "tenant_counter": round(counter),
-            "least_counter": round(least),
-        }
+            self.arrivals.times.next_tokens((now_s - live.first_token_s) / (tokens - 1))
 
     # --- inner workings ---
-
-    def _waits_on(self, priority_class: str, now_s: float) -> None:
-        self._drains[priority_class].waits(now_s, self.queue.of_class(priority_class).requests > 0)
-        self._drain_of_all.waits(now_s, len(self.queue) > 0)
 
     def _heads(self) -> list[Waiting]:
         """The next one of each class that has any, most urgent first."""

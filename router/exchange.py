@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from cluster.types import Outcome
-from router.asgi import Receive, Scope, Send, send_json
+from router.asgi import Receive, Scope, Send, exchange_of, send_json
 from router.errors import DROPPED_HEADER, ApiError, ending_error, error_json
 from router.keys import holds_key
 from router.outcomes import Ending
@@ -27,6 +27,7 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 16 * 2**10
 """Names and values of all headers together."""
 _JSON = "application/json"
+_READ = frozenset({REQUEST_ID_HEADER.encode(), b"content-type", b"content-encoding"})
 
 _log = logging.getLogger("forebay.http")
 
@@ -115,7 +116,7 @@ def internal_error(scope: Scope) -> ApiError:
     return ApiError(500, "The server made an error.", code="internal_error")
 
 
-async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes | None:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes | None:
     """The request's body, or None where the client left before it had sent it.
 
     Of one that is too large as much again is read and dropped: a client in the midst of sending reads no answer.
@@ -123,6 +124,12 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
     Raises:
         ApiError: 413 beyond the limit, 408 after the time allowed.
     """
+    exchange = exchange_of(scope)
+    whole = None if exchange is None else exchange.take_body()
+    if whole is not None:
+        if len(whole) > max_bytes:
+            raise _too_large(max_bytes)
+        return whole
     parts, size, more = list[bytes](), 0, True
     try:
         async with asyncio.timeout(timeout_s):
@@ -141,9 +148,13 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
         late = f"The body did not arrive within {timeout_s:g} s."
         raise ApiError(408, late, code="body_timeout", headers={"connection": "close"}) from None
     if size > max_bytes:
-        large = f"The body is larger than {max_bytes} bytes."
-        raise ApiError(413, large, code="body_too_large", headers={"connection": "close"})
+        raise _too_large(max_bytes)
     return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    large = f"The body is larger than {max_bytes} bytes."
+    return ApiError(413, large, code="body_too_large", headers={"connection": "close"})
 
 
 def check_media(headers: Mapping[str, str]) -> None:
@@ -154,6 +165,8 @@ def check_media(headers: Mapping[str, str]) -> None:
     Raises:
         ApiError: 415 naming the header.
     """
+    if headers.get("content-type") == _JSON and "content-encoding" not in headers:
+        return  # as almost all are
     kind, _, parameters = headers.get("content-type", _JSON).lower().partition(";")
     charset = parameters.partition("charset=")[2].partition(";")[0].strip(' "') or "utf-8"
     if kind.strip() != _JSON or charset not in {"utf-8", "utf8"}:
@@ -164,8 +177,9 @@ def check_media(headers: Mapping[str, str]) -> None:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Names are lower case in ASGI already; of a repeated one the first counts."""
+    """Those that are read here. Names are lower case in ASGI already; of a repeated one the first counts."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
-        headers.setdefault(name.decode("latin-1"), value.decode("latin-1").strip())
+        if name in _READ:
+            headers.setdefault(name.decode(), value.decode("latin-1").strip())
     return headers

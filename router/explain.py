@@ -31,6 +31,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Once it has ended."""
     finish: str | None = None
     prompt_tokens: int
+    cached_tokens: int | None = None
+    """Of the prompt, not computed for its first token; once it has had that."""
     output_tokens: int
     attempts: int
     preemptions: int = 0

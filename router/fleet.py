@@ -20,13 +20,16 @@ from dataclasses import dataclass, field
 
 from cluster.config import RouterConfig
 from cluster.ports import ReplicaPort
-from cluster.types import EngineLoad, Generation, ReplicaId
+from cluster.types import Generation, ReplicaId
+from router.outliers import let_in
 from router.routing import NO_FAVOUR, Need, Placement, Pool, choose, pool_of, too_large
+from router.suspects import Trial
 from router.view import Condition, Replica, ReplicaView
 
 SCAN_REPLICAS = 64
+_USABLE = frozenset((Condition.ROUTABLE, Condition.BACKING_OFF, Condition.EJECTED))
 BLOCKED_MAX = 16
-"""Needs that are remembered as having no place, one a priority."""
+"""Needs that are remembered as having no place, one a priority and kind of trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +111,11 @@ class Fleet:
         """Those with a slot that nothing runs in."""
         self._running: dict[int, IdSet] = {}
         """By the priority of the least urgent work that runs there."""
-        self._indexed: dict[ReplicaId, tuple[int | None, EngineLoad | None]] = {}
-        """Under which priority each stands in `_running`, and the load of which `_pools` counts the size."""
+        self._indexed: dict[ReplicaId, _IndexPlace] = {}
+        """Where each stands in the index, if anywhere."""
         self._pools: Counter[Pool] = Counter()
         """How many replicas have each size."""
-        self._blocked: dict[int, _Blocked] = {}
+        self._blocked: dict[tuple[int, Trial], _Blocked] = {}
         self._found: tuple[Need, float, Mapping[ReplicaId, float], Placement] | None = None
         """What was asked last and its answer, until anything changes: admission asks, and then dispatch does."""
 
@@ -153,9 +156,35 @@ class Fleet:
         """Those whose work must go on elsewhere."""
         return [r for r in self if r.reservations and r.condition(self._config, now_s) is Condition.FENCED]
 
+    def may_put_out(self, now_s: float) -> bool:
+        """Whether at most half of those that could take work would be out with one more of them."""
+        usable, out = self._usable(now_s)
+        return 2 * (len(out) + 1) <= usable
+
+    def reopen(self, now_s: float) -> None:
+        """Let in again what is out beyond half now that others are gone, and look anew at those whose time may be over."""
+        if not any(replica.record.out_until_s is not None for replica in self):
+            return
+        usable, out = self._usable(now_s)
+        too_many = len(out) - usable // 2
+        for number, replica in enumerate(out):
+            replica.record = let_in(replica.record, now_s) if number < too_many else replica.record
+
+    def _usable(self, now_s: float) -> tuple[int, list[Replica]]:
+        """How many could take work if none was put out, and those that are, whose time is over first in front."""
+        usable = [r for r in self if r.condition(self._config, now_s) in _USABLE]
+        out = [(r.record.out_until_s, k, r) for k, r in enumerate(usable) if r.record.out_until_s is not None]
+        return len(usable), [replica for _, _, replica in sorted(out)]
+
     def routable(self, now_s: float) -> bool:
         """Whether new work can be sent to any."""
         return any(r.condition(self._config, now_s) is Condition.ROUTABLE for r in self)
+
+    def has_slot(self, now_s: float) -> bool:
+        """Whether any that takes work has a slot that nothing runs in."""
+        self._refresh()
+        replicas, routable = self._replicas, Condition.ROUTABLE
+        return any(replicas[i].condition(self._config, now_s) is routable for i in self._open)
 
     def leaving(self, now_s: float) -> bool:
         """Whether none takes work or may come back to taking it."""
@@ -175,7 +204,8 @@ class Fleet:
         self._refresh()
         if self._found is not None and self._found[:3] == (need, now_s, favour):
             return self._found[3]
-        blocked = self._blocked.get(need.priority)
+        key = need.priority, need.trial
+        blocked = self._blocked.get(key)
         if blocked is not None and blocked.need.implies(need):
             placement = choose(need, self._views_of(blocked.changed, now_s), rng, favour)
             if need.implies(blocked.need):
@@ -185,12 +215,12 @@ class Fleet:
         else:
             placement = self._drawn(need, now_s, rng, favour)
         if placement is not None:
-            self._blocked.pop(need.priority, None)
+            self._blocked.pop(key, None)
             self._found = (need, now_s, favour, placement)
         elif blocked is None or not blocked.need.implies(need):
             if len(self._blocked) >= BLOCKED_MAX:
                 self._blocked.clear()
-            self._blocked[need.priority] = _Blocked(need)
+            self._blocked[key] = _Blocked(need)
         return placement
 
     def _drawn(
@@ -220,35 +250,56 @@ class Fleet:
         for blocked in self._blocked.values():
             blocked.changed.update(self._changed)
         for replica_id in self._changed:
-            self._drop(replica_id)
             replica = self._replicas.get(replica_id)
-            if replica is not None and replica.report is not None:
-                self._index(replica, replica.report.load)
+            place = _index_place(replica) if replica is not None else _NOWHERE
+            before = self._indexed.get(replica_id, _NOWHERE)
+            if place != before:
+                self._drop(replica_id, before)
+                self._put(replica_id, place)
         self._changed.clear()
         self._found = None
 
-    def _drop(self, replica_id: ReplicaId) -> None:
-        self._open.discard(replica_id)
-        lowest, load = self._indexed.pop(replica_id, (None, None))
+    def _drop(self, replica_id: ReplicaId, place: _IndexPlace) -> None:
+        is_open, lowest, pool = place
+        if is_open:
+            self._open.discard(replica_id)
         if lowest is not None:
             self._running[lowest].discard(replica_id)
             if not len(self._running[lowest]):
                 del self._running[lowest]
-        if load is not None:
-            pool = pool_of(load)
+        if pool is not None:
             self._pools[pool] -= 1
             if not self._pools[pool]:
                 del self._pools[pool]
+        self._indexed.pop(replica_id, None)
 
-    def _index(self, replica: Replica, load: EngineLoad) -> None:
-        slots_taken, lowest = 0, None
-        for level in (*load.running, *replica.unreported()):
-            slots_taken += level.requests
-            if lowest is None or level.priority < lowest:
-                lowest = level.priority
-        if slots_taken < load.slots_total:
-            self._open.add(replica.replica_id)
+    def _put(self, replica_id: ReplicaId, place: _IndexPlace) -> None:
+        is_open, lowest, pool = place
+        if is_open:
+            self._open.add(replica_id)
         if lowest is not None:
-            self._running.setdefault(lowest, IdSet()).add(replica.replica_id)
-        self._indexed[replica.replica_id] = (lowest, load)
-        self._pools[pool_of(load)] += 1
+            self._running.setdefault(lowest, IdSet()).add(replica_id)
+        if pool is not None:
+            self._pools[pool] += 1
+            self._indexed[replica_id] = place
+
+
+_IndexPlace = tuple[bool, int | None, Pool | None]
+"""Whether it has a slot that nothing runs in, the priority of the least urgent work that runs there, and its size."""
+_NOWHERE: _IndexPlace = (False, None, None)
+
+
+def _index_place(replica: Replica) -> _IndexPlace:
+    if replica.report is None:
+        return _NOWHERE
+    load = replica.report.load
+    slots_taken, lowest = 0, None
+    for level in load.running:
+        slots_taken += level.requests
+        if lowest is None or level.priority < lowest:
+            lowest = level.priority
+    for level in replica.unreported():
+        slots_taken += level.requests
+        if lowest is None or level.priority < lowest:
+            lowest = level.priority
+    return slots_taken < load.slots_total, lowest, pool_of(load)

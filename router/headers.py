@@ -43,6 +43,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     def by(self, identity: Identity) -> Asked:
         """The same, asked by somebody."""
+        if identity.highest_class is self.highest_class and identity.queue_share == self.terms.queue_share:
+            return self
         terms = replace(self.terms, queue_share=identity.queue_share)
         return msgspec.structs.replace(self, highest_class=identity.highest_class, terms=terms)
 

@@ -66,13 +66,15 @@ _STALE, _REPEAT = Stale(), Repeat()
 class Journal:
     """What one request has emitted, over all its attempts."""
 
-    __slots__ = ("_attempt", "_awaited_prompt", "_emitted", "_last_attempt", "_max_tokens", "_scored")
+    __slots__ = ("_attempt", "_awaited_prompt", "_emitted", "_last_attempt", "_max_tokens", "_plain_below", "_scored")
 
     def __init__(self, request: Request) -> None:
         sampling = request.sampling
         self._max_tokens = sampling.max_tokens
         self._scored = sampling.logprobs is not None
         self._awaited_prompt = len(request.prompt_ids) - 1 if sampling.prompt_logprobs is not None else 0
+        self._plain_below = 0 if self._scored or self._awaited_prompt else sampling.max_tokens
+        """Tokens of a lower index have nothing to say but themselves."""
         self._emitted: list[int] = []
         self._last_attempt = 0
         self._attempt: int | None = None
@@ -122,15 +124,13 @@ class Journal:
         emitted = self._emitted
         have = len(emitted)
         if (
-            have >= below
-            or have >= self._max_tokens
-            or delta.index != have
+            delta.index != have
+            or have >= below
+            or have >= self._plain_below
             or delta.attempt != self._attempt
             or delta.finish is not None
             or len(delta.token_ids) != 1
             or len(delta.pieces) != 1
-            or self._scored
-            or self._awaited_prompt
         ):
             return False
         emitted.append(delta.token_ids[0])
@@ -160,6 +160,8 @@ class Journal:
             prompt_logprobs = delta.prompt_logprobs if self._awaited_prompt else ()
             scores = Scores(delta.token_ids[skip:], delta.logprobs[skip:], prompt_logprobs)
             self._awaited_prompt -= len(prompt_logprobs)
+            if not self._scored and not self._awaited_prompt:
+                self._plain_below = self._max_tokens
         token_ids, pieces = (delta.token_ids[skip:], delta.pieces[skip:]) if skip else (delta.token_ids, delta.pieces)
         self._emitted.extend(token_ids)
         return Accepted(token_ids, pieces[0] if len(pieces) == 1 else "".join(pieces), delta.finish, scores)

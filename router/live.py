@@ -1,8 +1,8 @@
 """One request from its admission to its end, as the core keeps it.
 
 Owns: the parts of a live request, what it asks of a replica and of the queue, and the one line that is logged when it
-ends. Imports no transport and no web. Invariant: a live request is either queued (`replica_id` is None) or open on one
-replica.
+ends. Imports no transport and no web. Invariant: a live request is open on one replica, or else (`replica_id` is None)
+queued or set aside.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from router.fairness import TenantBand
 from router.journal import Decision, DecisionLog, Journal
 from router.metrics_sink import RouterMetrics
 from router.outcomes import Ending
+from router.prefixes import Chain
 from router.queue import Waiting
 from router.routing import Need
 from router.stream import LOGPROB_BYTES, TOP_BYTES, Stream
+from router.suspects import Suspicion, Trial
 from router.terms import Terms
 
 BYTES_PER_TOKEN = 36
@@ -54,6 +56,8 @@ class Live:
         "affinity_keys",
         "arrived_s",
         "band",
+        "cached_tokens",
+        "chain",
         "continued",
         "dispatched_s",
         "drained",
@@ -73,6 +77,7 @@ class Live:
         "sent_s",
         "steady_below",
         "stream",
+        "suspicion",
         "terms",
     )
 
@@ -104,6 +109,9 @@ class Live:
         """When it began to wait, for its first token or since it went on last."""
         self.first_token_s: float | None = None
         self.prompt_charge = config.prompt_token_weight * len(request.prompt_ids)
+        """From the first token on, of what was computed of it."""
+        self.cached_tokens = 0
+        """Of the prompt, not computed by the attempt that gave the first token."""
         self.output_weight = config.output_token_weight
         self.prompt_charged = False
         """Its tenant has been charged for the prompt; until the first token that may be taken back."""
@@ -112,6 +120,8 @@ class Live:
         self.continued = False
         """An attempt that could have given tokens was lost: it goes on before new work of its band."""
         self.affinity_keys = keys_of(request, terms.session)
+        self.chain: Chain | None = None
+        """The hashes of its prompt's blocks, once replicas tell what they hold."""
         self.replica_id: ReplicaId | None = None
         self.reserved_tokens = 0
         """Tokens that the reservation's blocks hold; beyond them it must grow."""
@@ -119,7 +129,9 @@ class Live:
         """Output tokens below which the next one changes nothing but counts: it runs, has had a token of its open attempt,
         misses none, and its reservation holds them."""
         self.losses = 0
-        """Engines that this request was lost with."""
+        """Engines that this request was lost with, or that fell silent under it."""
+        self.suspicion: Suspicion | None = None
+        """It may have killed an engine."""
         self.preemptions = 0
         """Times that an engine took its slot or the blocks that it had kept; never falls."""
         self._decisions = DecisionLog()
@@ -129,8 +141,17 @@ class Live:
         already, `expected_output_tokens` more: no fewer for what has come already."""
         prompt, output_max = len(self.request.prompt_ids), self.request.sampling.max_tokens
         return Need(
-            self.request.priority, prompt + self._output(expected_output_tokens), prompt + output_max, self.arrived_s
+            self.request.priority,
+            prompt + self._output(expected_output_tokens),
+            prompt + output_max,
+            self.arrived_s,
+            self.trial,
         )
+
+    @property
+    def trial(self) -> Trial:
+        """What else may be where it runs."""
+        return Trial.NONE if self.suspicion is None else self.suspicion.trial
 
     def _output(self, expected_output_tokens: int) -> int:
         made, stated = self.journal.next_index, self.request.stated_output_tokens or 0
@@ -193,6 +214,11 @@ class Live:
         at_ms = round((now_s - self.arrived_s) * 1000)
         self._decisions.add(Decision(at_ms, event, replica, why, {**(figures or {}), **numbers}))
 
+    @property
+    def last_event(self) -> str:
+        """What was decided last."""
+        return self._decisions.decisions[-1].event
+
     def count_end(self, metrics: RouterMetrics, ending: Ending, now_s: float) -> None:
         """Say to the metrics how it ended and how it went."""
         name, tokens, stated = self.priority_class.name, ending.completion_tokens, self.request.stated_output_tokens
@@ -217,6 +243,7 @@ class Live:
             outcome=ending.outcome.value if ending is not None else None,
             finish=ending.finish.value if ending is not None and ending.finish is not None else None,
             prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self.cached_tokens if self.first_token_s is not None else None,
             output_tokens=self.journal.next_index,
             attempts=self.journal.attempts,
             preemptions=self.preemptions,

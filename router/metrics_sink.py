@@ -7,12 +7,15 @@ Owns: their creation in one registry and the translation of the router's events 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster import metrics as names
 from cluster.metrics import LATENCY_BUCKETS_SECONDS, PREEMPTION_BUCKETS, RATIO_BUCKETS, Metric
 from cluster.types import EngineLoad, Outcome, PreemptionMeans, RefusalReason, ReplicaId
+from router.errors import ApiError
+from router.outliers import Fault
 from router.view import Condition, ReplicaView
 
 REPLICA_GAUGES: tuple[tuple[Metric, Callable[[EngineLoad], int]], ...] = (
@@ -32,8 +35,20 @@ REPLICA_TOTALS: tuple[tuple[Metric, Callable[[EngineLoad], int]], ...] = (
 )
 
 
+class DoorMetrics:
+    """Of what is answered before it is any core's. One set per router process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        metric = names.TURNED_AWAY
+        self._turned_away = cache(Counter(metric.name, metric.help, metric.labels, registry=registry).labels)
+
+    def turned_away(self, error: ApiError) -> None:
+        """Codes are words of this program, so they are bounded; an error without one counts by its type."""
+        self._turned_away(str(error.status), error.body.code or error.body.type).inc()
+
+
 class RouterMetrics:
-    """One set per router process."""
+    """One set per core."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(m: Metric) -> Counter:
@@ -45,10 +60,13 @@ class RouterMetrics:
         def histogram(m: Metric, buckets: Sequence[float] = LATENCY_BUCKETS_SECONDS) -> Histogram:
             return Histogram(m.name, m.help, m.labels, buckets=buckets, registry=registry)
 
-        self._requests = counter(names.REQUESTS)
-        self._ttft, self._tpot = histogram(names.TTFT), histogram(names.TPOT)
-        self._e2e, self._queue_wait = histogram(names.E2E), histogram(names.QUEUE_WAIT)
-        self._tokens_out, self._tokens_in = counter(names.TOKENS_OUT), counter(names.TOKENS_IN)
+        # What every request tells: a child is looked up once for its labels.
+        self._requests = cache(counter(names.REQUESTS).labels)
+        self._ttft, self._tpot = cache(histogram(names.TTFT).labels), cache(histogram(names.TPOT).labels)
+        self._e2e, self._queue_wait = cache(histogram(names.E2E).labels), cache(histogram(names.QUEUE_WAIT).labels)
+        self._tokens_out = cache(counter(names.TOKENS_OUT).labels)
+        self._tokens_in = cache(counter(names.TOKENS_IN).labels)
+        self._request_preemptions = cache(histogram(names.PREEMPTIONS_PER_REQUEST, PREEMPTION_BUCKETS).labels)
         self._queued, self._queued_bytes = gauge(names.QUEUED), gauge(names.QUEUED_BYTES)
         self._queued_service, self._drain = gauge(names.QUEUED_SERVICE), gauge(names.DRAIN)
         self._in_flight = gauge(names.IN_FLIGHT)
@@ -57,55 +75,61 @@ class RouterMetrics:
         self._served_others = self._served.labels(names.OTHER_TENANTS)
         self._served_to: dict[str, Counter] = {}
         self._preemptions, self._continued = counter(names.PREEMPTIONS), counter(names.CONTINUED)
-        self._request_preemptions = histogram(names.PREEMPTIONS_PER_REQUEST, PREEMPTION_BUCKETS)
         self._over_stated = histogram(names.OUTPUT_OVER_STATED, RATIO_BUCKETS)
+        self._engine_deaths, self._suspects = counter(names.ENGINE_DEATHS), gauge(names.SUSPECTS)
         self._fenced, self._gaps = counter(names.FENCED), counter(names.GAPS)
+        self._gate_held, self._gate_shut = counter(names.GATE_HELD), gauge(names.GATE_SHUT)
         self._refusals = counter(names.REFUSALS)
-        self._replicas_ready = gauge(names.REPLICAS_READY)
+        self._replicas_ready, self._replicas_ejected = gauge(names.REPLICAS_READY), gauge(names.REPLICAS_EJECTED)
+        self._ejections = counter(names.EJECTIONS)
         self._replica_gauges = [(gauge(metric), figure) for metric, figure in REPLICA_GAUGES]
         self._replica_totals = [(counter(metric), figure) for metric, figure in REPLICA_TOTALS]
         self._replicas_shown: dict[ReplicaId, EngineLoad] = {}
         """With the load that was last seen, from which totals have been counted on."""
-        self._tokens_out_of: dict[str, Counter] = {}
 
     def name_tenants(self, tenants: Iterable[str]) -> None:
         """Show these by their names; all others are one."""
         self._served_to = {tenant: self._served.labels(tenant) for tenant in tenants}
 
     def accepted(self, priority_class: str, prompt_tokens: int) -> None:
-        self._tokens_in.labels(priority_class).inc(prompt_tokens)
+        self._tokens_in(priority_class).inc(prompt_tokens)
 
     def first_dispatch(self, priority_class: str, waited_seconds: float) -> None:
-        self._queue_wait.labels(priority_class).observe(waited_seconds)
+        self._queue_wait(priority_class).observe(waited_seconds)
 
     def first_token(self, priority_class: str, ttft_seconds: float) -> None:
-        self._ttft.labels(priority_class).observe(ttft_seconds)
+        self._ttft(priority_class).observe(ttft_seconds)
 
     def tokens(self, priority_class: str, count: int) -> None:
-        """Called for every delta, so the labelled child is looked up in a plain dictionary."""
-        child = self._tokens_out_of.get(priority_class)
-        if child is None:
-            child = self._tokens_out_of[priority_class] = self._tokens_out.labels(priority_class)
-        child.inc(count)
+        self._tokens_out(priority_class).inc(count)
 
     def ended(self, priority_class: str, outcome: Outcome, preemptions: int) -> None:
-        self._requests.labels(priority_class, outcome.value).inc()
-        self._request_preemptions.labels(priority_class).observe(preemptions)
+        self._requests(priority_class, outcome.value).inc()
+        self._request_preemptions(priority_class).observe(preemptions)
 
     def stated(self, priority_class: str, output_over_stated: float) -> None:
         self._over_stated.labels(priority_class).observe(output_over_stated)
 
     def finished(self, priority_class: str, e2e_seconds: float, tpot_seconds: float | None) -> None:
         """`tpot_seconds` is None for fewer than two tokens."""
-        self._e2e.labels(priority_class).observe(e2e_seconds)
+        self._e2e(priority_class).observe(e2e_seconds)
         if tpot_seconds is not None:
-            self._tpot.labels(priority_class).observe(tpot_seconds)
+            self._tpot(priority_class).observe(tpot_seconds)
 
     def preempted(self, priority_class: str, means: PreemptionMeans, *, for_urgent: bool) -> None:
         self._preemptions.labels(priority_class, "urgent" if for_urgent else "kv_full", means.value).inc()
 
     def continued(self, reason: str) -> None:
         self._continued.labels(reason).inc()
+
+    def engine_died(self) -> None:
+        self._engine_deaths.inc()
+
+    def ejected(self, fault: Fault) -> None:
+        self._ejections.labels(fault.value).inc()
+
+    def suspects(self, count: int) -> None:
+        self._suspects.set(count)
 
     def fenced(self, kind: str, count: int = 1) -> None:
         """`kind` is stale or repeat."""
@@ -119,6 +143,12 @@ class RouterMetrics:
 
     def shared(self, priority_class: str) -> None:
         self._shared.labels(priority_class).inc()
+
+    def held_by_gate(self, priority_class: str) -> None:
+        self._gate_held.labels(priority_class).inc()
+
+    def gate(self, priority_class: str, *, shut: bool) -> None:
+        self._gate_shut.labels(priority_class).set(shut)
 
     def served(self, tenant: str, service: float) -> None:
         self._served_to.get(tenant, self._served_others).inc(service)
@@ -143,10 +173,11 @@ class RouterMetrics:
 
     def replicas(self, views: Iterable[ReplicaView]) -> None:
         """Show these replicas and no others: one that is gone leaves no series behind."""
-        ready = 0
+        ready = ejected = 0
         shown: dict[ReplicaId, EngineLoad] = {}
         for view in views:
             ready += view.condition is Condition.ROUTABLE
+            ejected += view.condition is Condition.EJECTED
             load = view.load
             if load is None:
                 continue
@@ -164,3 +195,4 @@ class RouterMetrics:
                 metric.remove(gone)
         self._replicas_shown = shown
         self._replicas_ready.set(ready)
+        self._replicas_ejected.set(ejected)

@@ -39,6 +39,8 @@ class Api(StrEnum):
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A request that can be submitted, and what its reply must look like."""
 
+    model: str
+    """The name that its answer says."""
     request: Request
     """Its first choice."""
     choices: int
@@ -73,14 +75,19 @@ class RequestParser:
     """Turns bodies into requests for one model. Holds no state of requests; safe to use from several threads."""
 
     def __init__(
-        self, model: ModelFolder, max_model_len: int, classes: Sequence[PriorityClass], default_class: str
+        self,
+        model: ModelFolder,
+        max_model_len: int,
+        classes: Sequence[PriorityClass],
+        default_class: str,
+        aliases: Sequence[str] = (),
     ) -> None:
         """Read the model's tokenizer and compile its chat template.
 
         Raises:
             ChatTemplateError: the template does not compile.
         """
-        self._model_name = model.name
+        self._names = (model.name, *aliases)
         self._vocab_size = model.vocab_size
         self._max_model_len = max_model_len
         self._classes = tuple(classes)
@@ -120,6 +127,7 @@ class RequestParser:
             raise ApiError(400, message, param="min_tokens")
         echo = self._echo(body, prompt_ids)
         return Prepared(
+            model=self._names[0],
             request=Request(
                 request_id=request_id,
                 tenant=tenant,
@@ -156,9 +164,8 @@ class RequestParser:
 
     def check_model(self, name: str) -> None:
         """Raises ApiError where this server does not have the model."""
-        if name != self._model_name:
-            message = f"The model {shown(name)} does not exist; this server has {self._model_name!r}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+        if name not in self._names:
+            raise unknown_model(name, self._names)
 
     def _check_sampling(self, body: ChatBody | CompletionBody) -> None:
         """What one field alone does not say."""
@@ -243,6 +250,11 @@ class RequestParser:
             may_use = (self._default_class, asked.highest_class or self._default_class)
             priority_class = min(may_use, key=lambda c: c.priority)
         return (priority_class.priority if body.priority is None else -body.priority), priority_class
+
+
+def unknown_model(name: str, there: Sequence[str]) -> ApiError:
+    message = f"The model {shown(name)} does not exist; this server has {', '.join(map(repr, there))}."
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def _max_tokens(body: ChatBody | CompletionBody) -> tuple[int | None, str]:

@@ -24,6 +24,7 @@ from router.answers import (
     Health,
     ModelCard,
     ModelList,
+    Ready,
     StatusReply,
 )
 from router.auth import OPEN_PATHS
@@ -83,7 +84,9 @@ OPERATIONS = (
         errors=(*_TAKES_NO_BODY, 404),
     ),
     Operation("get", "/health", "Whether this process is alive.", Health),
-    Operation("get", "/ready", "Whether a replica takes work.", Health, errors=(*_TAKES_NO_BODY, 503)),
+    Operation(
+        "get", "/ready", "Whether a replica takes work, and of which models.", Ready, errors=(*_TAKES_NO_BODY, 503)
+    ),
     Operation("get", "/status", "Bands of the queue, replicas and the controller.", StatusReply),
     Operation("get", "/metrics", "Prometheus metrics.", "text/plain"),
     Operation("get", "/openapi.json", "This document.", _JSON),

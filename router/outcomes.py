@@ -70,6 +70,14 @@ MEANINGS: dict[Outcome, Meaning] = {
         logging.WARNING,
         "rejected-shutting-down",
     ),
+    Outcome.SHUT_DOWN: Meaning(
+        503,
+        "server_error",
+        "shut_down",
+        "This router has shut down before the request had finished; try again.",
+        logging.WARNING,
+        "evicted",
+    ),
     Outcome.REJECTED_TOO_LARGE: Meaning(
         400,
         "invalid_request_error",
@@ -98,6 +106,14 @@ MEANINGS: dict[Outcome, Meaning] = {
         "server_error",
         "replica_lost",
         "The replicas that ran this request were lost one after another.",
+        logging.ERROR,
+        "rejected-internal",
+    ),
+    Outcome.QUARANTINED: Meaning(
+        500,
+        "server_error",
+        "quarantined",
+        "Each engine that ran this request died; it is not tried again. Do not send it again as it is.",
         logging.ERROR,
         "rejected-internal",
     ),
@@ -134,6 +150,8 @@ class Ending:
     error: str = ""
     """What happened, fit for the client; empty takes the table's message."""
     retry_after_s: int | None = None
+    cached_tokens: int = 0
+    """Of the prompt, those that the attempt that gave the first token did not compute."""
 
     @property
     def meaning(self) -> Meaning:

@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from cluster.types import RequestId
 from router.errors import ApiError
 from router.headers import Asked
-from router.openai import Api, Prepared, RequestParser
+from router.openai import Api, Prepared
 
 INLINE_BODY_BYTES = 4096
 """Bodies up to this are parsed and tokenised on the event loop: about 2 ms; longer ones go to a thread."""
@@ -26,10 +26,26 @@ PARSER_MAX_BYTES = 64 * 2**20
 _T = TypeVar("_T")
 
 
+class Parser(Protocol):
+    """One model's `RequestParser`, or several models' together."""
+
+    def prepare(
+        self,
+        api: Api,
+        raw: bytes,
+        *,
+        asked: Asked,
+        tenant: str,
+        request_id: RequestId,
+        arrived_unix_s: float,
+        random_seed: int,
+    ) -> Prepared: ...
+
+
 class ParserGate:
     """Runs what a body asks for, where it suits."""
 
-    def __init__(self, parser: RequestParser, rng: random.Random) -> None:
+    def __init__(self, parser: Parser, rng: random.Random) -> None:
         """`rng` draws the seeds of requests that have none."""
         self._parser = parser
         self._rng = rng

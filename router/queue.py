@@ -14,14 +14,19 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
+
+import msgspec
 
 from cluster.types import RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """One member of the queue. `size_bytes` is what it is charged."""
+class Waiting(msgspec.Struct, frozen=True, gc=False):
+    """One member of the queue. `size_bytes` is what it is charged.
+
+    It holds strings and numbers only, so that the garbage collector need not look at a million of them.
+    """
 
     request_id: RequestId
     priority: int
@@ -100,6 +105,22 @@ class FifoBand:
                 self._heap = [entry for entry in self._heap if not self._is_gone(entry)]
                 heapq.heapify(self._heap)
                 self._gone.clear()
+
+    def first(self, most: int) -> Iterator[Waiting]:
+        """The next ones in order; at most so many, and fewer where much that was removed from within lies between."""
+        entries = islice(heapq.merge(self._row, self._heap_in_order()), 4 * most)
+        return (entry[4] for entry in entries if not self._is_gone(entry))
+
+    def _heap_in_order(self) -> Iterator[_Entry]:
+        """Each is less than its two children: of those whose parent was yielded, the least is next."""
+        heap = self._heap
+        open_ = [(heap[0], 0)] if heap else []
+        while open_:
+            entry, at = heapq.heappop(open_)
+            yield entry
+            for child in (2 * at + 1, 2 * at + 2):
+                if child < len(heap):
+                    heapq.heappush(open_, (heap[child], child))
 
     def __len__(self) -> int:
         return self._count
@@ -209,6 +230,10 @@ class BandQueue:
             del self._bands[waiting.priority]
             del self._priorities[bisect_left(self._priorities, waiting.priority)]
         return waiting
+
+    @property
+    def has_several_bands(self) -> bool:
+        return len(self._priorities) > 1
 
     def of_class(self, priority_class: str) -> Charge:
         return self._classes.get(priority_class, Charge())

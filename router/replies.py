@@ -1,6 +1,7 @@
 """What a client is sent: whole answers, and the chunks of a stream.
 
-Owns: the response side of OpenAI's wire form. Imports types, errors, outcomes and logprobs; no web framework.
+Owns: the response side of OpenAI's wire form. Imports types, errors, outcomes, logprobs and the chunk writer's type; no
+web framework.
 Invariants: per token only the text (and the logprobs of those who asked) is encoded, between a head and a tail that are
 made once per choice; each choice has one finish reason, and the prompt is counted once.
 """
@@ -12,7 +13,17 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from cluster.types import FinishReason, Outcome
-from router.answers import ChatChoice, ChatCompletion, ChatMessage, Completion, Finish, TextChoice, Usage
+from router.answers import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    Completion,
+    Finish,
+    PromptTokensDetails,
+    TextChoice,
+    Usage,
+)
+from router.asgi import ChunkWriter
 from router.errors import ending_error, error_json
 from router.logprobs import Alignment, ChatLogprobs, Entry, TextLogprobs, Vocabulary
 from router.openai import Api, Prepared
@@ -22,6 +33,7 @@ from router.stream import Batch
 DONE = b"data: [DONE]\n\n"
 
 _NO_ENTRIES: list[Entry] = []
+_encode = msgspec.json.Encoder().encode
 
 
 class _Choice:
@@ -29,8 +41,8 @@ class _Choice:
 
     __slots__ = ("_alignment", "_echo", "ending", "entries", "head", "plain", "texts")
 
-    def __init__(self, head: bytes, echo: str, alignment: Alignment | None) -> None:
-        self.head = head
+    def __init__(self, echo: str, alignment: Alignment | None) -> None:
+        self.head = b""
         self._echo = echo
         self._alignment = alignment
         self.plain = not echo and alignment is None
@@ -48,40 +60,57 @@ class _Choice:
         return text, _NO_ENTRIES if self._alignment is None else self._alignment.take(batch)
 
 
+class _PlainText:
+    """Chunks with a piece of text and nothing else, all alike but for that."""
+
+    __slots__ = ("_head", "_tail", "_write_chunk")
+
+    def __init__(self, head: bytes, tail: bytes, write_chunk: ChunkWriter) -> None:
+        self._head = head
+        self._tail = tail
+        self._write_chunk = write_chunk
+
+    def write(self, text: str) -> bool:
+        """Whether it has been written; what has no text needs no writing."""
+        return not text or self._write_chunk(self._head, _encode(text), self._tail)
+
+
 class ReplyWriter:
     """Writes the answer to one client's request, whatever its number of choices."""
 
-    def __init__(self, api: Api, prepared: Prepared, vocabulary: Vocabulary, model: str) -> None:
+    def __init__(self, api: Api, prepared: Prepared, vocabulary: Vocabulary) -> None:
         self._api = api
         self._vocabulary = vocabulary
         request = self._request = prepared.request
         self._include_usage = prepared.include_usage
         self._created = int(request.arrived_unix_s)
-        self._model = model
+        self._model = prepared.model
         self._service_tier = prepared.service_tier
+        self._choices = [
+            _Choice(prepared.echo or "", vocabulary.alignment(request, prepared.echo)) for _ in range(prepared.choices)
+        ]
+        if prepared.stream:
+            self._fix(prepared)
+
+    def _fix(self, prepared: Prepared) -> None:
+        """Write once what all chunks of a stream have in common."""
+        api, request = self._api, self._request
         kind = "chat.completion.chunk" if api is Api.CHAT else "text_completion"
         fixed = {
             "id": request.request_id,
             "object": kind,
             "created": self._created,
-            "model": model,
+            "model": prepared.model,
             "service_tier": prepared.service_tier,
         }
-        self._chunk_head = b"data: " + msgspec.json.encode(fixed)[:-1] + b',"choices":['
+        self._chunk_head = b"data: " + _encode(fixed)[:-1] + b',"choices":['
         self._chunk_tail = b'],"usage":null}\n\n' if prepared.include_usage else b"]}\n\n"
         self._text_name = b',"delta":{"content":' if api is Api.CHAT else b',"text":'
         self._logprobs_name = b'},"logprobs":' if api is Api.CHAT else b',"logprobs":'
         self._piece_tail = b',"finish_reason":null}' + self._chunk_tail
         self._plain_tail = self._logprobs_name + b"null" + self._piece_tail
-        self._encode = msgspec.json.Encoder().encode
-        self._choices = [
-            _Choice(
-                self._chunk_head + b'{"index":' + str(index).encode() + self._text_name,
-                prepared.echo or "",
-                vocabulary.alignment(request, prepared.echo),
-            )
-            for index in range(prepared.choices)
-        ]
+        for index, choice in enumerate(self._choices):
+            choice.head = self._chunk_head + b'{"index":' + str(index).encode() + self._text_name
 
     @property
     def scored(self) -> bool:
@@ -101,14 +130,14 @@ class ReplyWriter:
         """The chunks of one choice's batch: its text, if there is some yet, and at its end why it ended."""
         choice = self._choices[index]
         if choice.plain and batch.ending is None:  # as almost all are
-            return choice.head + self._encode(batch.text) + self._plain_tail if batch.text else b""
+            return choice.head + _encode(batch.text) + self._plain_tail if batch.text else b""
         text, entries = choice.take(batch)
         piece = b""
         if entries:
-            logprobs = self._logprobs_name + self._encode(self._form(entries))
-            piece = choice.head + self._encode(text) + logprobs + self._piece_tail
+            logprobs = self._logprobs_name + _encode(self._form(entries))
+            piece = choice.head + _encode(text) + logprobs + self._piece_tail
         elif text:
-            piece = choice.head + self._encode(text) + self._plain_tail
+            piece = choice.head + _encode(text) + self._plain_tail
         ending = batch.ending
         if ending is None or ending.outcome is not Outcome.FINISHED:
             return piece
@@ -116,19 +145,18 @@ class ReplyWriter:
         reason = b',"logprobs":null,"finish_reason":"' + _finish_reason(ending).encode() + b'"}'
         return piece + self._chunk(index, empty + reason)
 
-    def plain(self) -> Callable[[str], bytes] | None:
-        """What makes a chunk of a piece of text, where that is all that `events` would do: of one choice that says no
-        more than its text."""
+    def plain(self, write_chunk: ChunkWriter) -> Callable[[str], bool] | None:
+        """What writes a piece of text by `write_chunk`, where that is all that `events` would do: of one choice that says
+        no more than its text."""
         if len(self._choices) != 1 or not self._choices[0].plain:
             return None
-        encode, head, tail = self._encode, self._choices[0].head, self._plain_tail
-        return lambda text: head + encode(text) + tail
+        return _PlainText(self._choices[0].head, self._plain_tail, write_chunk).write
 
     def closing(self) -> bytes:
         """What closes a stream of which every choice finished: the usage if it was asked for, and the end mark."""
         if not self._include_usage:
             return DONE
-        return self._chunk_head + b'],"usage":' + self._encode(self._usage()) + b"}\n\n" + DONE
+        return self._chunk_head + b'],"usage":' + _encode(self._usage()) + b"}\n\n" + DONE
 
     def broken(self, ending: Ending) -> bytes:
         """What closes a stream that broke after it began; no end mark follows."""
@@ -157,7 +185,7 @@ class ReplyWriter:
         else:
             text = tuple(self._text_choice(index, choice) for index, choice in enumerate(self._choices))
             answer = Completion(request_id, "text_completion", created, model, tier, text, usage)
-        return self._encode(answer)
+        return _encode(answer)
 
     def _chat_choice(self, index: int, choice: _Choice) -> ChatChoice:
         message = ChatMessage("assistant", "".join(choice.texts))
@@ -176,7 +204,8 @@ class ReplyWriter:
     def _usage(self) -> Usage:
         prompt = len(self._request.prompt_ids)
         completion = sum(c.ending.completion_tokens for c in self._choices if c.ending is not None)
-        return Usage(prompt, completion, prompt + completion)
+        cached = min((c.ending.cached_tokens for c in self._choices if c.ending is not None), default=0)
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
 def _finish_reason(ending: Ending | None) -> Finish:

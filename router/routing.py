@@ -2,7 +2,8 @@
 
 Owns: that decision and the arithmetic of free capacity and of victims. Pure: it reads views and returns a value;
 chance is an argument. Which replicas are looked at is `fleet`'s. Invariants: what is placed is sent to a routable
-replica that could hold all of it; victims are strictly lower in priority, and none is counted for two.
+replica that could hold all of it; victims are strictly lower in priority, and none is counted for two; no two suspects
+are on one replica, and where one is tried alone nobody else is.
 
 Capacity as work of priority p sees it on one replica:
 - slots in use: what runs, what this router has sent and the report does not count yet, and what waits there at
@@ -19,10 +20,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cluster.types import EngineLoad, ReplicaId
+from cluster.types import EngineLoad, PriorityLoad, ReplicaId
+from router.suspects import Trial
 from router.view import Condition, ReplicaView
 
 
@@ -37,6 +39,12 @@ class Need:
     """Prompt and all output that it may have: what a replica must be able to hold at all."""
     arrived_s: float = math.inf
     """Monotonic. Later than that, and no work was sent out past it."""
+    trial: Trial = Trial.NONE
+    """What else may be where it goes."""
+
+    def untried(self) -> Need:
+        """The same of a request that is no suspect."""
+        return replace(self, trial=Trial.NONE)
 
     def blocks(self, block_size_tokens: int) -> int:
         return -(-self.tokens // block_size_tokens)
@@ -51,6 +59,7 @@ class Need:
             and other.tokens >= self.tokens
             and other.tokens_max >= self.tokens_max
             and other.arrived_s <= self.arrived_s
+            and other.trial >= self.trial
         )
 
 
@@ -98,16 +107,26 @@ def choose(
     Args:
         favour: By how much fuller, in parts of its capacity, a replica counts as no more loaded.
     """
+    block_size = wanted = wanted_max = 0
     candidates: list[tuple[ReplicaView, EngineLoad, int, int]] = []
     free: list[tuple[float, ReplicaId, EngineLoad]] = []
     for view in views:
         load = view.load
-        if load is None or view.condition is not Condition.ROUTABLE or not _could_hold(need, load):
+        if load is None or view.condition is not Condition.ROUTABLE:
+            continue
+        if load.block_size_tokens != block_size:
+            block_size = load.block_size_tokens
+            wanted, wanted_max = need.blocks(block_size), need.blocks_max(block_size)
+        if wanted_max > load.blocks_total or not load.slots_total:
+            continue
+        if (need.trial or view.trial) and not _may_try(need.trial, view, load):
             continue
         slots = _slots_used(need, view, load) + 1
-        blocks = _blocks_used(need, view, load) + need.blocks(load.block_size_tokens)
+        blocks = max(_blocks_reported(view, load), _blocks_predicted(need, view, load)) + wanted
         if slots <= load.slots_total and blocks <= load.blocks_total:
-            score = _fraction(need, load, slots, blocks) - favour.get(view.replica_id, 0.0)
+            score = _fraction(need, load, slots, blocks)
+            if favour:
+                score -= favour.get(view.replica_id, 0.0)
             free.append((score, view.replica_id, load))
         candidates.append((view, load, slots, blocks))
     if free:
@@ -143,6 +162,13 @@ def _could_hold(need: Need, pool: Pool | EngineLoad) -> bool:
     return pool.slots_total > 0 and need.blocks_max(pool.block_size_tokens) <= pool.blocks_total
 
 
+def _may_try(trial: Trial, view: ReplicaView, load: EngineLoad) -> bool:
+    """Whether a request may run beside what is there, for what either is suspected of."""
+    if trial is Trial.ALONE:
+        return not (load.running or load.waiting or view.unreported or view.own)
+    return view.trial is Trial.NONE or (trial is Trial.NONE and view.trial is Trial.APART)
+
+
 def _slots_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
     slots = 0
     for level in load.running:  # plain loops: this runs for every replica that is looked at
@@ -152,24 +178,32 @@ def _slots_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
     for level in load.waiting:
         if level.priority >= need.priority:
             slots += level.requests
+        elif view.shared:
+            slots += _shared_ahead(need, view, load, level)
     return slots
 
 
-def _blocks_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
-    return max(_blocks_reported(view, load), _blocks_predicted(need, view, load))
+def _shared_ahead(need: Need, view: ReplicaView, load: EngineLoad, waiting: PriorityLoad) -> int:
+    """Of lower work that waits there, what a minimum share sent: it goes before whatever had arrived by then. As much
+    of what runs of its priority as may be is taken for work that was so sent."""
+    shared = sum(s.requests for s in view.shared if s.priority == waiting.priority and need.arrived_s <= s.since_s)
+    running = sum(level.requests for level in load.running if level.priority == waiting.priority)
+    return min(waiting.requests, max(0, shared - running))
 
 
 def _blocks_reported(view: ReplicaView, load: EngineLoad) -> int:
-    return load.blocks_total - load.blocks_free + sum(level.blocks for level in view.unreported)
+    blocks = load.blocks_total - load.blocks_free
+    for level in view.unreported:
+        blocks += level.blocks
+    return blocks
 
 
 def _blocks_predicted(need: Need, view: ReplicaView, load: EngineLoad) -> int:
-    runs = {level.priority for level in (*load.running, *view.unreported)}
     predicted = 0
     for own in view.own:
         if own.priority >= need.priority:
             predicted += own.active_blocks + own.parked_blocks
-        elif own.priority in runs:
+        elif any(level.priority == own.priority for level in (*load.running, *view.unreported)):
             predicted += own.active_blocks
     return predicted
 
@@ -202,7 +236,7 @@ def _victims(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int]
 
 
 def _preemptible(need: Need, view: ReplicaView, load: EngineLoad) -> list[_Level]:
-    """Lower running work by priority, least urgent first; blocks by the same measure as `_blocks_used` counts them."""
+    """Lower running work by priority, least urgent first; blocks by the larger of the two measures, too."""
     requests: dict[int, int] = {}
     blocks: dict[int, int] = {}
     for level in (*load.running, *view.unreported):

@@ -1,6 +1,6 @@
-"""The core's state as others read it: bands for `forebay status`, gauges for Prometheus.
+"""The core's state as others read it: bands and replicas for `forebay status`, gauges for Prometheus.
 
-Owns: those two summaries. Reads the queue and the live requests and changes nothing.
+Owns: those summaries. Reads the queue, the live requests and the views, and changes nothing.
 """
 
 from __future__ import annotations
@@ -9,31 +9,38 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from cluster.config import PriorityClass
-from cluster.messages import BandStatus
+from cluster.messages import BandStatus, Unroutable
 from router.dispatch import Dispatcher
 from router.live import Live
 from router.metrics_sink import RouterMetrics
 from router.priority import class_of
 from router.queue import BandQueue, Charge
+from router.view import Condition, ReplicaView
 
 
 def band_statuses(
     classes: Sequence[PriorityClass], queue: BandQueue, lives: Collection[Live]
 ) -> tuple[BandStatus, ...]:
-    """Each priority that has queued or running work, most urgent first."""
+    """Each priority that has queued or running work, most urgent first; a suspect that is set aside counts as queued."""
     running = Counter(live.request.priority for live in lives if live.replica_id is not None)
+    waiting = Counter(live.request.priority for live in lives if live.replica_id is None)
     queued = dict(queue.bands())
     nothing = Charge()
     return tuple(
         BandStatus(
             priority=priority,
             priority_class=class_of(classes, priority).name,
-            queued_requests=queued.get(priority, nothing).requests,
+            queued_requests=waiting[priority],
             queued_bytes=queued.get(priority, nothing).size_bytes,
             running_requests=running[priority],
         )
-        for priority in sorted(queued.keys() | running.keys(), reverse=True)
+        for priority in sorted(waiting.keys() | running.keys(), reverse=True)
     )
+
+
+def unroutable(views: Sequence[ReplicaView]) -> tuple[Unroutable, ...]:
+    """Those that are sent nothing new, and why."""
+    return tuple(Unroutable(v.replica_id, v.condition.value) for v in views if v.condition is not Condition.ROUTABLE)
 
 
 def show_classes(

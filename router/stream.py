@@ -6,6 +6,9 @@ values. Invariants: what is held for a client never exceeds its buffer's `max_by
 which come once and are as many as the prompt is long); one Ending a stream, and it is last; text leaves in the order in
 which it was pushed, also where the producer writes it directly: only while the consumer waits for more, and so has
 written all that it took.
+
+Between two tokens of a stream come those of hundreds of others, so that each object on a token's way is a miss of the
+processor's caches: they cost more than what is done there, and there are few of them.
 """
 
 from __future__ import annotations
@@ -48,23 +51,13 @@ class Batch(msgspec.Struct, frozen=True):
 class Buffer:
     """What the streams to one client have in common: the bound on what they hold, and who waits for them."""
 
-    __slots__ = ("_direct", "_waiter", "held_bytes", "max_bytes")
+    __slots__ = ("_waiter", "held_bytes", "max_bytes")
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` bounds the UTF-8 text, the logprobs and the overhead of what the consumer has not taken."""
         self.max_bytes = max_bytes
         self.held_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
-        self._direct: Callable[[str], bool] | None = None
-
-    def write_directly(self, write: Callable[[str], bool]) -> None:
-        """From now on text that comes while the consumer waits goes to `write`, and is held where that returns False."""
-        self._direct = write
-
-    def written(self, text: str) -> bool:
-        """Whether `text` has gone out directly."""
-        waiter = self._waiter  # one that is done is of a consumer that was cancelled
-        return self._direct is not None and waiter is not None and not waiter.done() and self._direct(text)
 
     def ring(self) -> None:
         """Wake who waits."""
@@ -83,10 +76,12 @@ class Buffer:
 class Stream:
     """Text of one request on its way to its client."""
 
-    __slots__ = ("_buffer", "_bytes", "_ending", "_on_end", "_parts", "_scores", "_tokens")
+    __slots__ = ("_buffer", "_bytes", "_ending", "_on_end", "_parts", "_scores", "_tokens", "write")
 
     def __init__(self, buffer: Buffer, on_end: Callable[[Ending], None] | None = None) -> None:
         """`on_end` is called once, from within `end`, and must not call back into the core."""
+        self.write: Callable[[str], bool] | None = None
+        """The direct way of text to the client; there only while the consumer waits. False: nothing was written."""
         self._buffer = buffer
         self._on_end = on_end
         self._parts: list[str] = []
@@ -107,9 +102,11 @@ class Stream:
     def push(self, text: str, tokens: int, scores: Scores | None = None, *, last: bool = False) -> Pushed:
         """Hand over the text of `tokens` tokens; `last`: the ending follows at once, and both leave together. On OVERFLOW
         nothing was taken and the producer must end the stream."""
+        if self.write is not None:
+            if scores is None and not last and self.write(text):
+                return Pushed.HELD
+            self.write = None  # what is held now goes first
         assert self._ending is None, "nothing follows the ending"
-        if scores is None and not last and self._buffer.written(text):
-            return Pushed.HELD
         size = (len(text) if text.isascii() else len(text.encode())) + PART_OVERHEAD_BYTES
         if scores is not None:
             size += sum(map(_logprob_bytes, scores.logprobs))
@@ -129,6 +126,7 @@ class Stream:
         """Say how the request ended; what is held is still delivered before it."""
         assert self._ending is None, "a stream ends once"
         self._ending = ending
+        self.write = None
         self._buffer.ring()
         if self._on_end is not None:
             self._on_end(ending)
@@ -166,6 +164,7 @@ class Choices:
         badly; from within the core, which it must not call back."""
         self._buffer = Buffer(max_bytes)
         self._on_over = on_over
+        self._write: Callable[[str], bool] | None = None
         self._running = count
         self.streams = tuple(Stream(self._buffer, self._ended) for _ in range(count))
         self._unread = list(range(count))
@@ -179,9 +178,10 @@ class Choices:
         return not self._unread
 
     def write_directly(self, write: Callable[[str], bool]) -> None:
-        """`Buffer.write_directly`, of a request with one choice. Not before all that was taken has been written."""
+        """From now on text of the one choice that comes while the consumer waits goes to `write`, and is held where that
+        returns False. Not to be called before all that was taken has been written."""
         assert len(self.streams) == 1, "`write` is not told whose text it is"
-        self._buffer.write_directly(write)
+        self._write = write
 
     async def take(self) -> list[tuple[int, Batch]]:
         """Wait for something, and take all that each choice has, by its number."""
@@ -192,7 +192,11 @@ class Choices:
                 if stream.waits:
                     batches.append((choice, stream.drain()))
             if not batches:
-                await self._buffer.rung()
+                self.streams[0].write = self._write
+                try:
+                    await self._buffer.rung()
+                finally:
+                    self.streams[0].write = None
         if self._running < len(self._unread):
             ended = {k for k, batch in batches if batch.ending is not None}
             self._unread = [k for k in self._unread if k not in ended]

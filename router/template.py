@@ -41,6 +41,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(
+                self._template.globals
+            )  # a chain of maps, which each rendering would go through
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
 

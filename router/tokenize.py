@@ -13,7 +13,6 @@ from functools import partial
 import msgspec
 
 from cluster.config import RouterConfig
-from cluster.ports import Clock
 from router.asgi import Receive, Scope, Send
 from router.auth import identity_of
 from router.bodies import DetokenizeBody, TokenizeBody
@@ -22,6 +21,7 @@ from router.exchange import REQUEST_ID_HEADER, Reply, check_media, headers_of, r
 from router.limits import Limiter
 from router.openai import RequestParser
 from router.parsing import ParserGate
+from router.pools import Pools
 from router.reading import read
 
 LEAST_COUNTED_TOKENS = 8192
@@ -47,8 +47,7 @@ def tokenized(parser: RequestParser, raw: bytes) -> Tokenized:
     """Raises ApiError naming the parameter."""
     prompts = parser.prompts
     body = read(TokenizeBody, raw, prompts.max_model_len)
-    if body.model is not None:
-        parser.check_model(body.model)
+    _check_model(parser, body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "One of prompt and messages must be given.", param="prompt, messages")
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
@@ -66,11 +65,15 @@ def detokenized(parser: RequestParser, raw: bytes) -> Detokenized:
     """Raises ApiError naming the parameter."""
     prompts = parser.prompts
     body = read(DetokenizeBody, raw, prompts.max_model_len)
-    if body.model is not None:
-        parser.check_model(body.model)
+    _check_model(parser, body)
     if body.tokens:
         prompts.check(body.tokens, "tokens")
     return Detokenized(prompts.decode(body.tokens))
+
+
+def _check_model(parser: RequestParser, body: TokenizeBody | DetokenizeBody) -> None:
+    if body.model is not None:
+        parser.check_model(body.model)
 
 
 Answer = Callable[[RequestParser, bytes], Tokenized | Detokenized]
@@ -82,18 +85,20 @@ class TokenEndpoint:
     def __init__(
         self,
         answer: Answer,
-        parser: RequestParser,
+        pools: Pools,
         gate: ParserGate,
         limiter: Limiter,
         config: RouterConfig,
-        clock: Clock,
+        turned_away: Callable[[ApiError], None] = lambda _: None,
     ) -> None:
+        """`turned_away` is told of each error that a request is answered with."""
+        self._turned_away = turned_away
         self._answer = answer
-        self._parser = parser
+        self._pools = pools
         self._gate = gate
         self._limiter = limiter
         self._config = config
-        self._clock = clock
+        self._clock = pools.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply, identity = Reply(send, f"tok-{secrets.token_hex(16)}"), identity_of(scope)
@@ -103,16 +108,18 @@ class TokenEndpoint:
             check_media(headers)
             lease = self._limiter.begin(identity.key_id, identity.limits, self._clock.monotonic())
         except ApiError as error:
+            self._turned_away(error)
             await reply.error(error)
             return
         try:
-            raw = await read_body(receive, self._config.max_body_bytes, self._config.body_timeout_s)
+            raw = await read_body(scope, receive, self._config.max_body_bytes, self._config.body_timeout_s)
             if raw is not None:
                 await reply.json(200, await self._gate.run(len(raw), partial(self._encoded, raw)))
         except ApiError as error:
+            self._turned_away(error)
             await reply.error(error)
         finally:
             lease.end(self._clock.monotonic())
 
     def _encoded(self, raw: bytes) -> bytes:
-        return msgspec.json.encode(self._answer(self._parser, raw))
+        return msgspec.json.encode(self._answer(self._pools.of(raw).parser, raw))

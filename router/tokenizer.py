@@ -1,6 +1,6 @@
 """Text to token ids, once per request.
 
-Owns: the tokenizer of one model and the rule for begin-of-text markers. Imports `tokenizers` and the codec. Invariant: a chat's
+Owns: the tokenizer of one model and the rule for begin-of-text markers. Imports `tokenizers`, the codec and the words. Invariant: a chat's
 text carries its markers already and gets none added; a raw prompt gets what the tokenizer's own post-processor adds.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from cluster.engine.text import TextCodec
+from router.words import Words, cuts_at_spaces
 
 
 class PromptTokenizer:
@@ -24,15 +25,23 @@ class PromptTokenizer:
         self._tokenizer.no_padding()
         self.codec = TextCodec(self._tokenizer)
         """The way back."""
+        self._adds = self._tokenizer.num_special_tokens_to_add(False) > 0
+        self._words = Words(self._plain) if cuts_at_spaces(self._tokenizer) else None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of `text`.
+        """Token ids of `text`."""
+        if add_special_tokens and self._adds:
+            return tuple(self._whole(text, add_special_tokens=True))
+        return tuple(self._plain(text)) if self._words is None else self._words.encode(text)
 
-        A batch of one, since only batches are encoded without the interpreter lock: a long prompt in a thread would
-        otherwise stop the event loop all the same.
-        """
+    def _plain(self, text: str) -> list[int]:
+        return self._whole(text, add_special_tokens=False)
+
+    def _whole(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """A batch of one, since only batches are encoded without the interpreter lock: a long prompt in a thread would
+        otherwise stop the event loop all the same."""
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(encoding.ids)
+        return encoding.ids
 
     def token_strs(self, token_ids: Iterable[int]) -> list[str]:
         """Each token as the vocabulary writes it; empty for an id that it does not have."""

@@ -7,6 +7,7 @@ missing is None and never a load of zero.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,6 +24,8 @@ from cluster.types import (
     ReplicaState,
     RequestId,
 )
+from router.outliers import CLEAN, Record
+from router.suspects import Trial
 
 
 class Condition(StrEnum):
@@ -40,6 +43,8 @@ class Condition(StrEnum):
     """It reports, but its step is older than a step can be."""
     BACKING_OFF = "backing_off"
     """It refused an attempt; its next report decides."""
+    EJECTED = "ejected"
+    """It failed again and again: it is put out, or has the one request that shall show whether it works again."""
 
 
 class OwnLoad(msgspec.Struct, frozen=True):
@@ -55,7 +60,7 @@ class OwnLoad(msgspec.Struct, frozen=True):
 
 
 class SharedLoad(msgspec.Struct, frozen=True):
-    """Running attempts of this router that a minimum share sent out at one moment, past what waited then.
+    """Attempts of this or another router that a minimum share sent out at one moment, past what waited then.
 
     They are out of reach of what had arrived by then, and ordinary work to whatever came later.
     """
@@ -80,6 +85,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     unreported: tuple[PriorityLoad, ...] = ()
     """This router's attempts that `load` does not count yet."""
     shared: tuple[SharedLoad, ...] = ()
+    trial: Trial = Trial.NONE
+    """A suspect is being tried there."""
 
 
 @dataclass(slots=True)
@@ -93,6 +100,8 @@ class Reservation:
     parked: bool = False
     shared_s: float | None = None
     """When a minimum share sent it out past more urgent work, if one did."""
+    trial: Trial = Trial.NONE
+    """It is a suspect, and what else may be there."""
 
 
 class Replica:
@@ -107,8 +116,19 @@ class Replica:
         self._backing_off = False
         self.report: ReplicaReport | None = None
         self.reservations: dict[RequestId, Reservation] = {}
+        self._held: dict[int, list[int]] = {}
+        """By priority: predicted blocks of attempts that run, of parked ones, and how many attempts."""
+        self._own: tuple[OwnLoad, ...] | None = ()
+        self._unreported: dict[RequestId, Reservation] = {}
+        """Those that the last report does not count."""
+        self._unreported_loads: tuple[PriorityLoad, ...] | None = ()
+        self._marked: dict[RequestId, Reservation] = {}
+        """Those that a minimum share sent, and suspects'."""
         self.left_behind: set[tuple[RequestId, int]] = set()
         """Attempts that were given up while the link could not carry the abort; aborted when it is up again."""
+        self.probe: RequestId | None = None
+        """Half open, it has this one request."""
+        self._record = CLEAN
         self._heard_at_s = now_s
         self._observed_at_s: float | None = None
         self._changed = changed
@@ -124,8 +144,25 @@ class Replica:
         self._link_up = up
         self._change()
 
+    @property
+    def record(self) -> Record:
+        """What is held against it."""
+        return self._record
+
+    @record.setter
+    def record(self, record: Record) -> None:
+        self._record = record
+        if record.out_until_s is None:
+            self.probe = None
+        self._change()
+
     def observe(self, report: ReplicaReport, now_s: float) -> None:
+        """Called for every frame: what its sums do not change for stays as it is."""
         self.report = report
+        if self._unreported:
+            applied = report.applied_sequence
+            self._unreported = {name: r for name, r in self._unreported.items() if r.sequence > applied}
+            self._unreported_loads = None
         self._heard_at_s = self._observed_at_s = now_s
         self._backing_off = False
         self._change()
@@ -138,20 +175,42 @@ class Replica:
     def reserve(self, request_id: RequestId, reservation: Reservation) -> None:
         assert request_id not in self.reservations, "one attempt of a request at a time"
         self.reservations[request_id] = reservation
+        self._count(reservation, 1)
+        if self.report is None or reservation.sequence > self.report.applied_sequence:
+            self._unreported[request_id] = reservation
+        if reservation.shared_s is not None or reservation.trial:
+            self._marked[request_id] = reservation
+        if self._record.out_until_s is not None:
+            self.probe = request_id
         self._change()
 
     def release(self, request_id: RequestId) -> None:
-        del self.reservations[request_id]
+        self._count(self.reservations.pop(request_id), -1)
+        self._unreported.pop(request_id, None)
+        self._marked.pop(request_id, None)
+        if self.probe == request_id:
+            self.probe = None
         self._change()
 
     def grow(self, request_id: RequestId, blocks: int) -> None:
         """The attempt has outgrown its prediction."""
-        self.reservations[request_id].blocks = blocks
+        reservation = self.reservations[request_id]
+        self._count(reservation, -1)
+        reservation.blocks = blocks
+        self._count(reservation, 1)
         self._change()
 
     def park(self, request_id: RequestId, parked: bool) -> None:
         """The engine preempted this attempt, or it runs again."""
-        self.reservations[request_id].parked = parked
+        reservation = self.reservations[request_id]
+        self._count(reservation, -1)
+        reservation.parked = parked
+        self._count(reservation, 1)
+        self._change()
+
+    def cleared(self, request_id: RequestId) -> None:
+        """The attempt is no suspect's any more."""
+        self.reservations[request_id].trial = Trial.NONE
         self._change()
 
     def take_left_behind(self) -> list[tuple[RequestId, int]]:
@@ -159,6 +218,11 @@ class Replica:
         taken = sorted(self.left_behind)
         self.left_behind.clear()
         return taken
+
+    @property
+    def step_age_s(self) -> float | None:
+        """Of the step that ran when it last reported; None between steps."""
+        return None if self.report is None else self.report.step_age_s
 
     @property
     def block_size_tokens(self) -> int:
@@ -172,6 +236,20 @@ class Replica:
             self.port.abort(request_id, attempt)
         else:
             self.left_behind.add((request_id, attempt))
+
+    def may_run(self) -> list[RequestId]:
+        """Attempts that may be in the step after its last report: all but what was paused then with every slot taken."""
+        load = self.report.load if self.report is not None else None
+        full = load is not None and sum(level.requests for level in load.running) >= load.slots_total
+        return [name for name, reservation in self.reservations.items() if not (full and reservation.parked)]
+
+    @property
+    def has_strangers(self) -> bool:
+        """Whether its last report counts requests of other routers."""
+        if self.report is None:
+            return False
+        load, own = self.report.load, len(self.reservations) - len(self._unreported)
+        return sum(level.requests for level in (*load.running, *load.waiting)) > own
 
     def condition(self, config: RouterConfig, now_s: float) -> Condition:
         silence_s = now_s - self._heard_at_s
@@ -190,6 +268,9 @@ class Replica:
             return Condition.STUCK
         if self._backing_off:
             return Condition.BACKING_OFF
+        until_s = self._record.out_until_s
+        if until_s is not None and (now_s < until_s or self.probe is not None):
+            return Condition.EJECTED
         return Condition.ROUTABLE
 
     def view(self, config: RouterConfig, now_s: float) -> ReplicaView:
@@ -200,9 +281,10 @@ class Replica:
                 condition=condition,
                 load=self.report.load if self.report is not None else None,
                 observed_at_s=self._observed_at_s,
-                own=self._own(),
+                own=self._own_loads(),
                 unreported=self.unreported(),
                 shared=self._shared(),
+                trial=max((r.trial for r in self._marked.values()), default=Trial.NONE) if self._marked else Trial.NONE,
             )
         return self._view
 
@@ -210,27 +292,49 @@ class Replica:
         self._view = None
         self._changed[self.replica_id] = None
 
-    def _own(self) -> tuple[OwnLoad, ...]:
-        active: dict[int, int] = {}
-        parked: dict[int, int] = {}
-        for r in self.reservations.values():
-            side = parked if r.parked else active
-            side[r.priority] = side.get(r.priority, 0) + r.blocks
-        return tuple(OwnLoad(p, active.get(p, 0), parked.get(p, 0)) for p in sorted(active.keys() | parked.keys()))
+    def _count(self, reservation: Reservation, sign: int) -> None:
+        """Keep the sums: a replica is looked at more often than an attempt begins there."""
+        held = self._held.get(reservation.priority)
+        if held is None:
+            held = self._held[reservation.priority] = [0, 0, 0]
+        held[reservation.parked] += sign * reservation.blocks
+        held[2] += sign
+        if not held[2]:
+            del self._held[reservation.priority]
+        self._own = self._unreported_loads = None
+
+    def _own_loads(self) -> tuple[OwnLoad, ...]:
+        if self._own is None:
+            self._own = tuple(OwnLoad(p, active, parked) for p, (active, parked, _) in sorted(self._held.items()))
+        return self._own
 
     def unreported(self) -> tuple[PriorityLoad, ...]:
         """Attempts sent there that its last report does not count."""
-        applied = self.report.applied_sequence if self.report is not None else 0
-        loads: dict[int, tuple[int, int]] = {}
-        for r in self.reservations.values():
-            if r.sequence > applied:
+        if self._unreported_loads is None:
+            loads: dict[int, tuple[int, int]] = {}
+            for r in self._unreported.values():
                 requests, blocks = loads.get(r.priority, (0, 0))
                 loads[r.priority] = (requests + 1, blocks + r.blocks)
-        return tuple(PriorityLoad(p, *loads[p]) for p in sorted(loads))
+            self._unreported_loads = tuple(PriorityLoad(p, *loads[p]) for p in sorted(loads))
+        return self._unreported_loads
 
     def _shared(self) -> tuple[SharedLoad, ...]:
-        return tuple(
+        if not self._marked and (self.report is None or not self.report.shared):
+            return ()
+        own = (
             SharedLoad(r.priority, 1, r.blocks, r.shared_s)
-            for r in self.reservations.values()
+            for r in self._marked.values()
             if r.shared_s is not None and not r.parked
         )
+        return (*own, *self._shared_by_others())
+
+    def _shared_by_others(self) -> Iterator[SharedLoad]:
+        """Blocks are taken for the mean of what runs there of that priority."""
+        if self.report is None or not self.report.shared:
+            return
+        assert self._observed_at_s is not None
+        blocks = {
+            level.priority: level.blocks // level.requests for level in self.report.load.running if level.requests
+        }
+        for work in self.report.shared:
+            yield SharedLoad(work.priority, 1, blocks.get(work.priority, 0), self._observed_at_s - work.age_s)

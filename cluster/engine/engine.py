@@ -181,7 +181,12 @@ class Engine:
                 deltas.extend(self._commit(parts, ran))
             elif not preempted and not kept_out:
                 self._wait_for_moves()
-        return StepResult(load=self.load(), deltas=tuple(deltas), preempted=tuple(preempted))
+        return self.result(tuple(deltas), tuple(preempted))
+
+    def result(self, deltas: tuple[TokenDelta, ...] = (), preempted: tuple[Preempted, ...] = ()) -> StepResult:
+        """What is to be told now: the load, and what has become of the prefix cache since the last one."""
+        prefixes = self._memory.take_prefix_change()
+        return StepResult(load=self.load(), deltas=deltas, preempted=preempted, prefixes=prefixes)
 
     def load(self) -> EngineLoad:
         book, memory, count = self._book, self._memory, self._count

@@ -32,6 +32,7 @@ class BlockPool(Generic[K]):
     __slots__ = (
         "_by_hash",
         "_cached",
+        "_changed",
         "_free",
         "_hashes",
         "_refs",
@@ -54,6 +55,8 @@ class BlockPool(Generic[K]):
         """Registered block -> hash."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Registered blocks in no table, in the order in which they will be taken."""
+        self._changed: dict[bytes, None] = {}
+        """Hashes that have come or gone since they were taken."""
 
     @property
     def blocks_free(self) -> int:
@@ -154,14 +157,14 @@ class BlockPool(Generic[K]):
         if prefix_hash not in self._by_hash:
             self._by_hash[prefix_hash] = block
             self._hashes[block] = prefix_hash
+            self._changed[prefix_hash] = None
             self.epoch += 1
 
     def forget(self, key: K) -> None:
         """What is in the blocks of `key` is not to be trusted: nobody finds it any more. Who shares it keeps it."""
         for block in self.table(key):
             if (prefix_hash := self._hashes.pop(block, None)) is not None:
-                del self._by_hash[prefix_hash]
-                self.epoch += 1
+                self._unregistered(prefix_hash)
 
     def find(self, prefix_hash: bytes) -> int | None:
         """The block, used or cached, that is registered under this hash."""
@@ -171,10 +174,21 @@ class BlockPool(Generic[K]):
         """How many of these are in no table."""
         return sum(not self._refs[block] for block in blocks)
 
+    def take_changed(self) -> tuple[bytes, ...]:
+        """Hashes for which `find` may answer otherwise than when they were taken last. There are no more of them than have
+        been registered since, and blocks."""
+        changed = tuple(self._changed)
+        self._changed.clear()
+        return changed
+
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
-        del self._by_hash[self._hashes.pop(block)]
+        self._unregistered(self._hashes.pop(block))
         self._free.append(block)
+
+    def _unregistered(self, prefix_hash: bytes) -> None:
+        del self._by_hash[prefix_hash]
+        self._changed[prefix_hash] = None
         self.epoch += 1
 
     # --- the check ---

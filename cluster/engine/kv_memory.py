@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping
 from cluster.config import EngineConfig
 from cluster.engine.kv_cache import BlockPool, IntegrityError
 from cluster.engine.live import Live
+from cluster.engine.prefix import change_of
 from cluster.engine.scheduling.plan import Admission
 from cluster.engine.scheduling.sequence import Identity, SequenceState
 from cluster.ports import Backend
+from cluster.types import PrefixChange
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +111,8 @@ class KvMemory:
             log.error("keys and values could not be copied; they are computed again", exc_info=error)
             self.drop(live)
             return False
+        if live.cached_tokens is None:
+            live.cached_tokens = min(state.computed, state.prompt_tokens) if shares else 0
         if shares:
             self.hit_tokens_total += state.computed
         return True
@@ -178,6 +182,14 @@ class KvMemory:
         for index in range(live.registered, full):
             self.pool.register(table[index], live.hashes.of(index, live.tokens))
         live.registered = full
+
+    def take_prefix_change(self) -> PrefixChange | None:
+        """What the prefix cache has got and lost since this was asked last."""
+        changed = self.pool.take_changed()
+        return change_of(changed, self._is_held) if changed else None
+
+    def _is_held(self, prefix_hash: bytes) -> bool:
+        return self.pool.find(prefix_hash) is not None
 
     def _swap_in(self, state: SequenceState) -> None:
         table = self.pool.table(state.identity)[: state.host_blocks]

@@ -25,6 +25,7 @@ class Live:
     __slots__ = (
         "_draws",
         "_eos",
+        "cached_tokens",
         "hashes",
         "output",
         "registered",
@@ -51,6 +52,8 @@ class Live:
         self.hashes = PrefixHashes(request.tenant, block_size_tokens)
         self.registered = 0
         """Blocks at the beginning of its table that have been registered as prefixes, or were found so."""
+        self.cached_tokens: int | None = None
+        """Of the prompt, found when it was first let in; None until then."""
         wants_scores = s.prompt_logprobs is not None and not request.emitted_ids
         self.scores: list[TokenLogprob] | None = [] if wants_scores else None
         """Of the prompt, as far as it has been run; None once they have been said, or where none are asked for."""
@@ -175,4 +178,6 @@ class Live:
         if self.scores is not None and not self.must_score:
             scores, self.scores = tuple(self.scores), None
         request_id, attempt = self.state.identity
-        return TokenDelta(request_id, attempt, index, token_ids, pieces, finish, error, logprobs, scores)
+        first = index == len(self.request.emitted_ids)
+        cached_tokens = (self.cached_tokens or 0) if first else 0
+        return TokenDelta(request_id, attempt, index, token_ids, pieces, finish, error, logprobs, scores, cached_tokens)

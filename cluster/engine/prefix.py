@@ -1,18 +1,23 @@
 """What a prefix is called: the chain of hashes over the blocks of a sequence.
 
-Owns: the hash and the hashes of one sequence. Imports nothing of ours. Invariant: two blocks have the same hash only if
-the same tenant's sequences agree in all tokens up to the block's end, so that another tenant's prefix is never found
-(and the time that a lookup takes says nothing of what others have asked).
+Owns: the hash, the hashes of one sequence, and how much of a hash is told to others. Imports cluster.types. Invariant: two
+blocks have the same hash only if the same tenant's sequences agree in all tokens up to the block's end, so that another
+tenant's prefix is never found (and the time that a lookup takes says nothing of what others have asked).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from sys import byteorder
+
+from cluster.types import PrefixChange
 
 HASH_BYTES = 16
+TOLD_BYTES = 8
+"""Of each hash in a `PrefixChange`."""
 KEPT_WHILE_WAITING = 128
 """Hashes that a waiting sequence keeps, 2 KiB; a longer prefix is hashed again from there when it is asked for."""
 
@@ -29,6 +34,34 @@ def root(tenant: str) -> bytes:
 def extend(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of a block: BLAKE2b, 16 bytes, over its parent's hash and its token ids."""
     return blake2b(parent + array("i", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+
+
+def change_of(changed: Collection[bytes], is_held: Callable[[bytes], bool]) -> PrefixChange | None:
+    """What to tell of these hashes, each of which has come or gone since it was told last; None of none."""
+    if not changed:
+        return None
+    held = [prefix_hash for prefix_hash in changed if is_held(prefix_hash)]
+    gone = [prefix_hash for prefix_hash in changed if not is_held(prefix_hash)] if len(held) < len(changed) else ()
+    return PrefixChange(_told(held), _told(gone))
+
+
+def _told(hashes: Iterable[bytes]) -> bytes:
+    return b"".join(prefix_hash[:TOLD_BYTES] for prefix_hash in hashes)
+
+
+def numbers_of(told: bytes) -> array[int]:
+    """The hashes of a `PrefixChange` as numbers of this machine's."""
+    return array("Q", told)
+
+
+def told_of(numbers: Collection[int]) -> bytes:
+    """What `numbers_of` takes apart."""
+    return array("Q", numbers).tobytes()
+
+
+def number_of(prefix_hash: bytes) -> int:
+    """One hash as `numbers_of` gives it."""
+    return int.from_bytes(prefix_hash[:TOLD_BYTES], byteorder)
 
 
 class PrefixHashes:

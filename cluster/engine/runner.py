@@ -141,7 +141,7 @@ class EngineRunner:
             result = self._engine.step()
             self._step_began_s = None
         elif anything_asked or refused or taken.answered_adds:
-            result = StepResult(load=self._engine.load())
+            result = self._engine.result()
         else:
             return
         if refused:

@@ -20,7 +20,7 @@ from cluster.engine.torch.layout import lay_out
 from cluster.engine.torch.loading import load_decoder
 from cluster.engine.torch.paged_cache import PagedCache
 from cluster.engine.torch.sampling import outputs
-from cluster.model import ModelFolder, ModelFolderError
+from cluster.model import ModelFolder
 from cluster.ports import OutOfMemoryError, Row, RowOutput
 
 ALLOCATOR_SAYS = ("not enough memory", "can't allocate memory")
@@ -45,11 +45,7 @@ class TorchBackend:
             ModelFolderError: the model cannot be loaded or served; one line says why.
             OutOfMemoryError: the weights or the cache do not fit.
         """
-        if config.max_model_len > model.max_position_embeddings:
-            raise ModelFolderError(
-                f"{model.name} was made for {model.max_position_embeddings} tokens: "
-                f"lower max_model_len ({config.max_model_len}) to that"
-            )
+        model.check_context(config.max_model_len)
         self.vocab_size = model.vocab_size
         self._device = torch.device("cpu")
         self._dtype = DTYPES[config.dtype]

@@ -25,7 +25,7 @@ from cluster.engine.scheduling.sequence import Identity
 from cluster.engine.vllm.translate import core_request, prompt_scores, row_output
 from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, StepNote, core_id, decode_step
 from cluster.ports import Clock, StepResult
-from cluster.types import EngineLoad, FinishReason, Preempted, Refusal, Request, TokenDelta
+from cluster.types import EngineLoad, FinishReason, Preempted, PrefixChange, Refusal, Request, TokenDelta
 
 if TYPE_CHECKING:
     from cluster.engine.vllm.internals import CoreClient, EngineCoreOutput, EngineCoreOutputs
@@ -219,6 +219,8 @@ class CoreLink:
         is_number = not output.num_nans_in_logits
         if is_number and output.new_prompt_logprobs_tensors is not None and sampling.prompt_logprobs is not None:
             live.take_scores(0, prompt_scores(output.new_prompt_logprobs_tensors, sampling.prompt_logprobs))
+        if output.prefill_stats is not None:
+            live.cached_tokens = min(output.prefill_stats.num_local_cached_tokens, live.state.prompt_tokens)
         deltas: list[TokenDelta] = []
         for place in range(len(output.new_token_ids)):
             if live.only_scores and is_number:
@@ -248,7 +250,7 @@ class CoreLink:
             if live is not None:
                 self.frozen[live.state.identity].settled.set_result(kv_handle)
         self._heard()
-        self._tell(deltas, preempted=note.preempted)
+        self._tell(deltas, preempted=note.preempted, prefixes=note.prefixes)
 
     def _owes(self) -> None:
         """The core has something to do."""
@@ -266,12 +268,15 @@ class CoreLink:
         *,
         preempted: tuple[Preempted, ...] = (),
         refusals: tuple[Refusal, ...] = (),
+        prefixes: PrefixChange | None = None,
     ) -> None:
         if ended := [(delta.request_id, delta.attempt) for delta in deltas if delta.finish is not None]:
             self._inbox.forget(ended)
         load = self._core_load
         self.load = msgspec.structs.replace(load, adds_total=load.adds_total + self._answered_adds)
-        self.on_result(StepResult(load=self.load, deltas=deltas, preempted=preempted, refusals=refusals))
+        self.on_result(
+            StepResult(load=self.load, deltas=deltas, preempted=preempted, refusals=refusals, prefixes=prefixes)
+        )
 
 
 def _nobody(result: StepResult) -> None:

@@ -17,6 +17,7 @@ from cluster.engine.vllm.version import check_version
 
 __all__ = [
     "AsyncScheduler",
+    "BlockHashToBlockMap",
     "EngineCore",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -75,21 +76,41 @@ if TYPE_CHECKING:
         block_id: int
         ref_cnt: int
 
+        @property
+        def block_hash(self) -> bytes | None:
+            """By which the prefix cache finds it; None where it does not."""
+            ...
+
     class KVCacheBlocks(Protocol):
         """Of one request."""
 
         blocks: tuple[Sequence[KVCacheBlock], ...]
         """Per KV cache group."""
 
+    class BlockHashToBlockMap:
+        """What the prefix cache finds. Several blocks may be there under one hash."""
+
+        def get_one_block(self, key: bytes) -> KVCacheBlock | None: ...
+        def insert(self, key: bytes, block: KVCacheBlock) -> None: ...
+        def pop(self, key: bytes, block_id: int) -> KVCacheBlock | None:
+            """None where it is not there under this hash."""
+            ...
+
     class BlockPool(Protocol):
         num_gpu_blocks: int
         """One of them, the null block, is never given to a request."""
+        cached_block_hash_to_block: BlockHashToBlockMap
+        cache_full_blocks: Callable[[CoreRequest, Sequence[KVCacheBlock], int, int, int, int, list[bool] | None], None]
+        """(request, all its blocks, how many of them are registered already, how many are full, tokens in a block, KV cache
+        group, which are to be registered at all)"""
 
         def get_num_free_blocks(self) -> int: ...
 
     class SingleTypeKVCacheManager(Protocol):
         _record_new_block_ids: bool
         """Whether `take_new_block_ids` is to know of its blocks."""
+        num_cached_block: dict[str, int]
+        """By request, how many of its blocks have been registered, or were found so."""
 
     class KVCacheCoordinator(Protocol):
         single_type_managers: Sequence[SingleTypeKVCacheManager]
@@ -126,6 +147,7 @@ if TYPE_CHECKING:
         num_in_flight_tokens: int
         num_prompt_tokens: int
         """What it came with, output of earlier attempts included."""
+        all_token_ids: Sequence[int]
         kv_transfer_params: dict[str, Any] | None
         """Taken from `SamplingParams.extra_args` of that key."""
 
@@ -225,6 +247,10 @@ if TYPE_CHECKING:
         logprob_token_ids: Any
         logprobs: Any
 
+    class PrefillStats(Protocol):
+        num_local_cached_tokens: int
+        """What was found in the prefix cache when the request was scheduled first."""
+
     class EngineCoreOutput:
         request_id: str
         new_token_ids: list[int]
@@ -234,6 +260,8 @@ if TYPE_CHECKING:
         finish_reason: int | None
         num_nans_in_logits: int
         """What the count of NaNs says of the row that gave the last token."""
+        prefill_stats: PrefillStats | None
+        """With a request's first token."""
         kv_transfer_params: dict[str, Any] | None
 
         def __init__(
@@ -272,6 +300,7 @@ if TYPE_CHECKING:
 
 else:
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.block_pool import BlockHashToBlockMap
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest

@@ -30,6 +30,7 @@ from cluster.engine.vllm.internals import (
 )
 from cluster.engine.vllm.ledger import Ledger, Tracked
 from cluster.engine.vllm.orphan import end_with_parent
+from cluster.engine.vllm.prefixes import CorePrefixes
 from cluster.engine.vllm.queues import Loading, Offered
 from cluster.engine.vllm.spoilt import SpoiltBlocks
 from cluster.engine.vllm.telling import Telling
@@ -69,6 +70,9 @@ class ForebayScheduler(AsyncScheduler):
         self.kv_holding_waiting = Loading(self._ledger, self.requests.__getitem__)
         if self.connector is not None:
             self.connector.get_num_new_matched_tokens = all_but_the_last(self.connector.get_num_new_matched_tokens)
+        self._prefixes = CorePrefixes(
+            self.kv_cache_manager.block_pool, lambda core_id: self._ledger.get(core_id).note.tenant
+        )
         self._spoilt = SpoiltBlocks(self.kv_cache_manager, config.block_size_tokens)
         self._victims: dict[str, Preemption] = {}
         """Whom the plan that is being carried out recomputes."""
@@ -123,7 +127,7 @@ class ForebayScheduler(AsyncScheduler):
             self._telling.tokens += sum(len(o.new_token_ids) for of_one in outputs.values() for o in of_one.outputs)
         elif not self._telling.is_due(self._pool_blocks_free(), time.monotonic()):
             return outputs
-        note = EngineCoreOutput(STEP_NOTE_ID, [], kv_transfer_params={NOTE_KEY: self.step_note()})
+        note = EngineCoreOutput(STEP_NOTE_ID, [], kv_transfer_params={NOTE_KEY: self._note_of_step()})
         if 0 in outputs:
             outputs[0].outputs.append(note)
         else:
@@ -379,9 +383,23 @@ class ForebayScheduler(AsyncScheduler):
         blocks = self.kv_cache_manager.get_blocks(core_id).blocks[0]
         return [(block.block_id, block.ref_cnt) for block in blocks if block.ref_cnt > 1]
 
+    def _blocks_cached(self) -> int:
+        """Of the free ones, and of those that soon are: what is in use, but for what is not registered of it, is not free."""
+        pool = self.kv_cache_manager.block_pool
+        soon = sum(block.ref_cnt == 1 for _, blocks in self.deferred_frees for block in blocks)
+        held_blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - soon
+        (registered,) = (m.num_cached_block for m in self.kv_cache_manager.coordinator.single_type_managers)
+        own = sum(t.held_blocks - registered.get(t.core_id, 0) for t in self._ledger.all() if t.held_blocks)
+        return max(0, self._prefixes.blocks - (held_blocks - own))
+
     def step_note(self) -> bytes:
         self._look()
-        return self._telling.note(self._pool_blocks_free(), time.monotonic())
+        return self._telling.note(self._pool_blocks_free(), self._blocks_cached(), time.monotonic())
+
+    def _note_of_step(self) -> bytes:
+        self._look()
+        prefixes = self._prefixes.take_change()
+        return self._telling.note(self._pool_blocks_free(), self._blocks_cached(), time.monotonic(), prefixes)
 
 
 def _note_of(request: CoreRequest) -> RequestNote:

@@ -10,7 +10,7 @@ import math
 
 from cluster.engine.vllm.ledger import Ledger, Tracked
 from cluster.engine.vllm.wire import StepNote, encode
-from cluster.types import EngineLoad, Preempted, PreemptionMeans, RequestId
+from cluster.types import EngineLoad, Preempted, PreemptionMeans, PrefixChange, RequestId
 
 QUIET_MAX_S = 0.1
 """A core that has work says so at least this often while it can run none of it."""
@@ -54,14 +54,17 @@ class Telling:
         """Nothing of it is on its way any more."""
         self._frozen.append((core_id, kv_handle))
 
-    def note(self, pool_blocks_free: int, now_s: float) -> bytes:
+    def note(
+        self, pool_blocks_free: int, blocks_cached: int, now_s: float, prefixes: PrefixChange | None = None
+    ) -> bytes:
         """What is and what happened since the last one, as a `StepNote`."""
         self._said_s, self._said_blocks_free = now_s, pool_blocks_free
         preempted, self._preempted = tuple(self._preempted), []
         frozen, self._frozen = tuple(self._frozen), []
-        return encode(StepNote(load=self._load(pool_blocks_free), preempted=preempted, frozen=frozen))
+        load = self._load(pool_blocks_free, blocks_cached)
+        return encode(StepNote(load=load, preempted=preempted, frozen=frozen, prefixes=prefixes))
 
-    def _load(self, pool_blocks_free: int) -> EngineLoad:
+    def _load(self, pool_blocks_free: int, blocks_cached: int) -> EngineLoad:
         ledger = self._ledger
         return EngineLoad(
             slots_total=self._slots_total,
@@ -75,6 +78,7 @@ class Telling:
             tokens_total=self.tokens,
             preemptions_total=self._preemptions,
             urgent_blocked_total=self.urgent_blocked,
+            blocks_cached=blocks_cached,
             prefix_hit_tokens_total=self.prefix_hit_tokens,
             prefill_tokens_total=self.prefill_tokens,
         )

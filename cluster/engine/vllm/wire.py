@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from cluster.types import EngineLoad, Preempted, Request, RequestId, Sampling, Value
+from cluster.types import EngineLoad, Preempted, PrefixChange, Request, RequestId, Sampling, Value
 
 NOTE_KEY = "forebay"
 """Of both dictionaries, and of `additional_config`."""
@@ -65,6 +65,8 @@ class StepNote(Value, frozen=True):
     preempted: tuple[Preempted, ...] = ()
     frozen: tuple[tuple[str, bytes], ...] = ()
     """Core ids of those of which nothing is on its way any more, each with its KV connector's handle, if it has one."""
+    prefixes: PrefixChange | None = None
+    """In the note of a step alone: those are read in the order in which they were written, answers to calls may cross them."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,629 @@
+"""HTTP/1.1 between one client's connection and an ASGI application, with an end to every wait.
+
+Owns: what of a connection's bytes is which request's, how answers are framed, and what a client is told that speaks no
+HTTP or does not finish. `httptools` takes requests apart. Imports the form of errors, and ASGI's types.
+
+A server of uvicorn drives it as it drives its own protocols, which wait for ever for the first byte of a connection and
+for the rest of a head. With httptools they also forget to tell a request that its client has left when another is
+pipelined behind it, lose the body of one that offers an upgrade, and take endless heads.
+
+Invariants: one exchange of a connection runs at a time, in the order of their requests; what is not plain HTTP/1.1 is
+refused, behind the answers to what came before it; all that is held for a client has an end, in bytes and in time.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import fcntl
+import logging
+import termios
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from http import HTTPStatus
+from typing import Any, cast
+from urllib.parse import unquote
+
+import httptools
+import uvicorn
+from uvicorn.server import ServerState
+
+from router.asgi import EXCHANGE, Receive, Scope, Send
+from router.errors import ErrorBody, error_json
+from router.exchange import MAX_HEADER_BYTES
+
+HEAD_TIMEOUT_S = 10.0
+"""From the first byte of a request's head to its last; and for what is left of a body that nobody wants any more."""
+HEAD_MAX_BYTES = 2 * MAX_HEADER_BYTES
+"""Beyond it a head is not read to its end. What is between is answered as too large by the application."""
+_HELD_BYTES = 64 * 2**10
+"""Of a body that nobody has asked for yet; beyond it, and one read, the client must wait."""
+_PIPELINED_MAX = 16
+"""The same for requests behind the one that is answered."""
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_BODILESS = frozenset({204, 304})
+
+_log = logging.getLogger("uvicorn.error")
+
+
+class Exchange:
+    """One request and its answer: ASGI's `receive` and `send`, and `router.asgi.Exchange`."""
+
+    __slots__ = (
+        "_complete",
+        "_connection",
+        "_expects_continue",
+        "_fresh",
+        "_head",
+        "_is_chunked",
+        "_keep_alive",
+        "_left_bytes",
+        "_may_write",
+        "_on_gone",
+        "_parts",
+        "_transport",
+        "_waiter",
+        "default_headers",
+        "gone",
+        "held_bytes",
+        "more",
+        "response_started",
+        "scope",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        transport: asyncio.Transport,
+        scope: Scope,
+        *,
+        keep_alive: bool,
+        expects_continue: bool,
+    ) -> None:
+        self.scope = scope
+        self.default_headers: list[tuple[bytes, bytes]] = []
+        """Of its answer, before the application's."""
+        self._connection = connection
+        self._transport = transport
+        self._keep_alive = keep_alive
+        self._expects_continue = expects_continue
+        self.gone = False
+        """The client has left, or will read nothing more."""
+        self._on_gone: Callable[[], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        # The request's body.
+        self.more = True
+        """There is more of it to come."""
+        self._parts: list[bytes] = []
+        self.held_bytes = 0
+        self._fresh = False
+        """Something has come since it was asked for."""
+        # The answer.
+        self.response_started = False
+        """It has a head, which leaves with the first of its body."""
+        self._head = b""
+        self._is_chunked = False
+        self._left_bytes = 0
+        """Of a body of stated length, those that have not been sent."""
+        self._complete = False
+        self._may_write = False
+        """A chunk can be written now: all that is to be known for that, in one place, as it is asked for each token."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole answer has been sent."""
+        return self._complete
+
+    async def run(self, app: App) -> None:
+        """Have it answered."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception:
+            _log.exception("Exception in ASGI application")
+        except BaseException:
+            self.leave()
+            self._transport.close()
+            raise
+        finally:
+            self._connection.left()
+            del self.scope["extensions"]  # it leads back here
+        if not self._complete and not self.gone:
+            if not self.response_started or self._head:
+                self._connection.refuse(500, "The server made an error.", "internal_error", "server_error")
+            self._transport.close()
+
+    # --- what the connection says ---
+
+    def body_came(self, part: bytes) -> None:
+        self._parts.append(part)
+        self.held_bytes += len(part)
+        self._fresh = True
+        self._wake()
+
+    def body_ended(self) -> None:
+        self.more = False
+        self._fresh = True
+        self._wake()
+
+    def leave(self) -> None:
+        """The client has gone, or nothing can be said to it any more."""
+        self._may_write = False
+        if not self.gone and not self._complete:
+            self.gone = True
+            if self._on_gone is not None:
+                self._on_gone()
+        self._wake()
+
+    def flow(self, paused: bool) -> None:
+        """The client does not read what is written, or reads again."""
+        begun = self.response_started and not self._head and not self._complete
+        self._may_write = begun and self._is_chunked and not self.gone and not paused
+
+    def close_after(self) -> None:
+        """The answer is its connection's last."""
+        self._keep_alive = False
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # --- router.asgi.Exchange ---
+
+    def take_body(self) -> bytes | None:
+        if self.more or self.gone:
+            return None
+        self._fresh = False
+        return self._take_parts()
+
+    def when_gone(self, call: Callable[[], None] | None) -> None:
+        self._on_gone = call
+        if self.gone and call is not None:
+            asyncio.get_running_loop().call_soon(call)
+
+    def write_chunk(self, head: bytes, middle: bytes, tail: bytes) -> bool:
+        transport = self._transport
+        if not self._may_write or transport.is_closing():
+            return False
+        length = len(head) + len(middle) + len(tail)
+        assert length, "an empty chunk is the last one"
+        transport.write(b"%x\r\n%b%b%b\r\n" % (length, head, middle, tail))
+        return True
+
+    # --- ASGI ---
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        if self._expects_continue and not self.response_started and not self.gone:
+            self._expects_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while not (self.gone or self._complete):
+            if self._fresh:
+                self._fresh = False
+                return {"type": "http.request", "body": self._take_parts(), "more_body": self.more}
+            self._connection.resume_reading()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        if self._connection.write_paused:
+            await self._connection.drained(self)
+        if self.gone:
+            return
+        kind = message["type"]
+        if kind == "http.response.start" and not self.response_started:
+            self._begin(message["status"], message.get("headers", ()))
+        elif kind == "http.response.body" and self.response_started and not self._complete:
+            self._continue(message.get("body", b""), more=message.get("more_body", False))
+        else:
+            raise RuntimeError(f"{kind} does not come here in an answer")
+
+    def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        parts = [_STATUS_LINES[status]]
+        length: int | None = None
+        says_close = False
+        for name, value in (*self.default_headers, *headers):
+            parts += (name, b": ", value, b"\r\n")
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"connection" and value.lower() == b"close":
+                says_close, self._keep_alive = True, False
+        if self._expects_continue:  # it was never told to go on: what it sends next might be either
+            self._keep_alive = False
+        bodiless = self.scope["method"] == "HEAD" or status in _BODILESS
+        if length is None and not bodiless:
+            if self.scope["http_version"] == "1.1":
+                self._is_chunked = True
+                parts.append(b"transfer-encoding: chunked\r\n")
+            else:
+                self._keep_alive = False  # the connection's end is the body's
+                length = -1
+        if not self._keep_alive and not says_close:
+            parts.append(b"connection: close\r\n")
+        head = b"".join((*parts, b"\r\n"))
+        lines = head.count(b"\r\n")
+        if head.count(b"\n") != lines or head.count(b"\r") != lines or head.find(b"\r\n\r\n") != len(head) - 4:
+            raise RuntimeError("a header of the answer has a line end in it")
+        self._left_bytes = 0 if bodiless or length is None else length
+        self._head = head
+        self.response_started = True
+
+    def _continue(self, body: bytes, *, more: bool) -> None:
+        head, self._head = self._head, b""
+        if self._is_chunked:
+            end = b"" if more else b"0\r\n\r\n"
+            data = b"%b%x\r\n%b\r\n%b" % (head, len(body), body, end) if body else head + end
+        elif self._left_bytes < 0:
+            data = head + body
+        elif self.scope["method"] == "HEAD":
+            data = head
+        else:
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0 or (self._left_bytes and not more):
+                raise RuntimeError("the answer's body is not as long as its head says")
+            data = head + body
+        if data:
+            self._transport.write(data)
+        if more:
+            self.flow(self._connection.write_paused)
+        else:
+            self._complete = True
+            self._may_write = False
+            if not self._keep_alive:
+                self._transport.close()
+            self._wake()
+            self._connection.answered()
+
+    def _take_parts(self) -> bytes:
+        parts, self._parts = self._parts, []
+        self.held_bytes = 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection. `httptools` calls its `on_…`."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        head_timeout_s: float,
+    ) -> None:
+        """As uvicorn's server makes them; `app_state`, which an application may have from its lifespan, ours has none."""
+        del app_state
+        self._app = cast(App, config.loaded_app)
+        self._loop = _loop or asyncio.get_running_loop()
+        self._state = server_state
+        self._head_timeout_s = head_timeout_s
+        self.timeout_keep_alive: float = config.timeout_keep_alive
+        self._transport: asyncio.Transport
+        self._ends: dict[str, Any] = {}
+        """What of the scope all requests of the connection have in common."""
+        self._parser: Any = httptools.HttpRequestParser(self)
+        # The request that comes.
+        self._in_head = False
+        self._head_bytes = 0
+        self._has_ended = False
+        """A request has come to its end within this read."""
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._last: Exchange | None = None
+        """The last one whose head has come."""
+        # Those that came.
+        self.cycle: Exchange | None = None
+        """The one that is answered, or was last."""
+        self._waiting: deque[Exchange] = deque()
+        self._spoilt: tuple[int, str, str] | None = None
+        """Why nothing more is read, to be said when what waits has been answered."""
+        self._closing = False
+        # The connection.
+        self._reads = True
+        self.write_paused = False
+        self._drain: asyncio.Future[None] | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self.timeout_keep_alive_task: asyncio.TimerHandle | None = None
+        self._quiet_since_s = self._loop.time()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.complete
+
+    # --- asyncio.Protocol ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclass of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._state.connections.add(self)  # type: ignore[arg-type]  # it is none of uvicorn's
+        self._ends = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "server": _address(transport.get_extra_info("sockname")),
+            "client": _address(transport.get_extra_info("peername")),
+            "scheme": "http",
+            "root_path": "",
+        }
+        self._watch_quiet(self.timeout_keep_alive)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._state.connections.discard(self)
+        self._forget_head()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+        self._parser = None
+        for exchange in (*filter(None, (self.cycle,)), *self._waiting):
+            exchange.leave()
+        self._waiting.clear()
+        self.resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None or self._spoilt is not None or self._transport.is_closing():
+            return
+        self._has_ended = False
+        try:
+            self._feed(data)
+        except _RefusalError as refusal:
+            self._spoil(*refusal.args)
+        except httptools.HttpParserError as error:
+            # What it was is not repeated.
+            cause = error.__context__
+            if isinstance(cause, _RefusalError):
+                self._spoil(*cause.args)
+            else:
+                self._spoil(
+                    400, f"Invalid HTTP request. Its head may have {HEAD_MAX_BYTES} bytes at most.", "invalid_http"
+                )
+        else:
+            if self._in_head and not self._has_ended:
+                self._head_bytes += len(data)
+                if self._head_bytes > HEAD_MAX_BYTES:
+                    self._spoil(400, f"The head has more than {HEAD_MAX_BYTES} bytes.", "invalid_http")
+        last = self._last
+        if len(self._waiting) > _PIPELINED_MAX or (last is not None and last.held_bytes > _HELD_BYTES):
+            self._pause_reading()
+        self._watch_head()
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                # Nothing else is spoken here, and who offers it may go on as if it had not. The parser would take what
+                # follows for the other protocol: the same request is read again without the offer.
+                data = self._without_offer() + data[upgrade.args[0] :]
+                self._parser = httptools.HttpRequestParser(self)
+            else:
+                return
+
+    def _without_offer(self) -> bytes:
+        if self._parser.get_method() == b"CONNECT":
+            raise _RefusalError(400, "There is no proxy here.", "invalid_http")
+        version = self._parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b\r\n" % (self._parser.get_method(), self._url, version)]
+        lines += [b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade"]
+        return b"".join(lines) + b"\r\n"
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+        if self.cycle is not None:
+            self.cycle.flow(True)
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self.cycle is not None:
+            self.cycle.flow(False)
+        drain, self._drain = self._drain, None
+        if drain is not None and not drain.done():
+            drain.set_result(None)
+
+    # --- httptools ---
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        self._url = b""
+        self._headers = []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # what comes behind a body in chunks is for nobody
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self._headers
+        if parser.should_upgrade():
+            return
+        self._in_head = False
+        version = parser.get_http_version()
+        hosts, expects = 0, False
+        for name, value in headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding":
+                if value.lower() != b"chunked" or version != "1.1":
+                    raise _RefusalError(501, "Of transfer codings only chunked is known here.", "invalid_http")
+            elif name == b"expect":
+                expects = value.lower() == b"100-continue"
+        if version not in {"1.0", "1.1"} or hosts > 1 or (hosts == 0 and version == "1.1"):
+            raise _RefusalError(400, "A request is HTTP/1.1 with one host header, or HTTP/1.0.", "invalid_http")
+        raw_path, _, query = self._url.partition(b"?")
+        path = raw_path.decode("ascii")
+        exchange = self._last = Exchange(
+            self,
+            self._transport,
+            {
+                **self._ends,
+                "http_version": version,
+                "method": parser.get_method().decode("ascii"),
+                "path": unquote(path) if "%" in path else path,
+                "raw_path": raw_path,
+                "query_string": query,
+                "headers": headers,
+            },
+            keep_alive=version == "1.1" and parser.should_keep_alive(),
+            expects_continue=expects,
+        )
+        exchange.scope["extensions"] = {EXCHANGE: exchange}
+        if self._answering:
+            self._waiting.append(exchange)
+        else:
+            self._start(exchange)
+
+    def on_body(self, body: bytes) -> None:
+        exchange = self._last
+        assert exchange is not None
+        if not exchange.complete:
+            exchange.body_came(body)
+
+    def on_message_complete(self) -> None:
+        if self._in_head:
+            return  # the offer of an upgrade, which is read again
+        self._has_ended = True
+        assert self._last is not None
+        self._last.body_ended()
+
+    # --- exchanges ---
+
+    def _start(self, exchange: Exchange) -> None:
+        self.cycle = exchange
+        exchange.default_headers = self._state.default_headers
+        if self._closing:
+            exchange.close_after()
+        self._state.tasks.add(self._loop.create_task(exchange.run(self._app)))
+
+    def answered(self) -> None:
+        """The answer of `cycle` has been sent."""
+        self._state.total_requests += 1
+        if self._transport.is_closing():
+            return
+        self._quiet_since_s = self._loop.time()
+        if self._waiting:
+            self._start(self._waiting.popleft())
+        elif self._spoilt is not None:
+            self.refuse(*self._spoilt)
+            self._transport.close()
+            return
+        self.resume_reading()
+        self._watch_head()  # the next one may have begun to come meanwhile
+
+    def left(self) -> None:
+        """The application has done with an exchange, in the task that was made for it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._state.tasks.discard(task)
+
+    async def drained(self, exchange: Exchange) -> None:
+        """Return when more may be written, or the client has gone."""
+        while self.write_paused and not exchange.gone:
+            if self._drain is None:
+                self._drain = self._loop.create_future()
+            await self._drain
+
+    def _pause_reading(self) -> None:
+        if self._reads and not self._transport.is_closing():
+            self._reads = False
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._reads and not self._transport.is_closing():
+            self._reads = True
+            self._transport.resume_reading()
+
+    # --- ends ---
+
+    def shutdown(self) -> None:
+        """uvicorn's server ends: what is answered now is the last."""
+        self._closing = True
+        if self.cycle is not None and self._answering:
+            self.cycle.close_after()
+        else:
+            self._transport.close()
+
+    def _spoil(self, status: int, message: str, code: str) -> None:
+        """What comes is no request that can be answered: say so, behind the answers to those that came before."""
+        last = self._last
+        if self._answering and (self._in_head or last is None or not last.more):
+            self._spoilt = (status, message, code)
+            return
+        if last is not None and last.more and last in self._waiting:
+            # Its head was taken and its body is broken; those before it are answered.
+            self._waiting.remove(last)
+            self._spoilt = (status, message, code)
+            return
+        begun = last is not None and last.more and last.response_started
+        if last is not None and last.more:
+            last.leave()
+        if not begun:
+            self.refuse(status, message, code)
+        self._transport.close()
+
+    def refuse(self, status: int, message: str, code: str, kind: str = "invalid_request_error") -> None:
+        """Write an answer that no application has made; the connection's last."""
+        body = error_json(ErrorBody(message, kind, None, code))
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self._transport.write(_STATUS_LINES[status] + head + body)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Hang up on who has been quiet for so long. A request that has come in this very moment, and has not been read,
+        is served all the same."""
+        quiet_s = self._loop.time() - self._quiet_since_s
+        if self._answering or self._in_head or self._head_timer is not None:
+            self._watch_quiet(self.timeout_keep_alive)
+        elif quiet_s < self.timeout_keep_alive:
+            self._watch_quiet(self.timeout_keep_alive - quiet_s)
+        elif _unread(self._transport):
+            self._watch_quiet(self.timeout_keep_alive)
+        else:
+            self._transport.close()
+
+    def _watch_quiet(self, after_s: float) -> None:
+        # One timer for as long as the connection lives: one for each request would cost each request.
+        self.timeout_keep_alive_task = self._loop.call_later(after_s, self.timeout_keep_alive_handler)
+
+    def _watch_head(self) -> None:
+        """Hold one timer exactly while a head has begun and is not whole, or a body comes that was answered already."""
+        last = self._last
+        unwanted = last is not None and last.more and last.complete
+        if not ((self._in_head and not self._answering) or unwanted) or self._transport.is_closing():
+            self._forget_head()
+        elif self._head_timer is None:
+            self._head_timer = self._loop.call_later(self._head_timeout_s, self._late)
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _late(self) -> None:
+        self._head_timer = None
+        if self._in_head:
+            self.refuse(408, f"The request's head did not arrive within {self._head_timeout_s:g} s.", "head_timeout")
+        self._transport.close()
+
+
+class _RefusalError(Exception):
+    """A request that the parser takes and we do not: (status, message, code)."""
+
+
+def _address(name: object) -> tuple[str, int] | None:
+    return (str(name[0]), int(name[1])) if isinstance(name, (tuple, list)) else None
+
+
+def _unread(transport: asyncio.Transport) -> bool:
+    """Whether bytes of a client wait in its socket."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.fileno() < 0:
+        return False
+    waiting = array.array("i", [0])
+    fcntl.ioctl(sock.fileno(), termios.FIONREAD, waiting)
+    return waiting[0] > 0

@@ -1,0 +1,169 @@
+"""What comes, judged at its arrival: what admission looks at, and what is said of its decision.
+
+Owns: the reading of queue, fleet and rates for `admission.decide`, and the rates. Imports the queue, the fleet and admission.
+Single writer, driven by `dispatch`. Invariant: what is not needed for a decision is not computed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from cluster.config import RouterConfig
+from router.admission import (
+    NOT_MEASURED,
+    AdmissionView,
+    Admit,
+    Pace,
+    Queue,
+    Reject,
+    RequestFacts,
+    backlog_seconds,
+    decide,
+    depends_on_pace,
+    evenly_ahead,
+    retry_after_s,
+)
+from router.fleet import Fleet
+from router.gates import GateKeeper
+from router.live import Live, size_bytes
+from router.pace import DrainRate, ServiceTimes
+from router.queue import BandQueue
+from router.routing import Need, Placement
+
+
+class Arrivals:
+    """Whether a request is let in."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        now_s: float,
+        rng: random.Random,
+        fleet: Fleet,
+        queue: BandQueue,
+        gates: GateKeeper,
+        place: Callable[[Live, Need, float], Placement | None],
+    ) -> None:
+        """`place`: where a request can go now, if anywhere."""
+        self._config = config
+        self._rng = rng
+        self._fleet = fleet
+        self._queue = queue
+        self._gates = gates
+        self._place = place
+        self._drains = {c.name: DrainRate(now_s) for c in config.classes}
+        self._drain_of_all = DrainRate(now_s)
+        self.times = ServiceTimes()
+
+    # --- what is measured ---
+
+    def waits(self, priority_class: str, now_s: float) -> None:
+        """The queue has changed."""
+        self._drains[priority_class].waits(now_s, self._queue.of_class(priority_class).requests > 0)
+        self._drain_of_all.waits(now_s, len(self._queue) > 0)
+
+    def left(self, priority_class: str, service: int, now_s: float) -> None:
+        """Something that had waited has been sent out."""
+        self._drains[priority_class].left(now_s, service)
+        self._drain_of_all.left(now_s, service)
+
+    def came_back(self, priority_class: str, service: int, now_s: float) -> None:
+        """What had left returned unserved."""
+        self._drains[priority_class].came_back(now_s, service)
+        self._drain_of_all.came_back(now_s, service)
+
+    # --- the decision ---
+
+    def judge(self, lives: Sequence[Live], now_s: float, *, draining: bool) -> Admit | Queue | Reject:
+        """Decide about requests that arrive as one, by the first, and say so to each."""
+        facts = self._facts(lives[0], len(lives), now_s)
+        view = self._admission_view(facts, lives[0], now_s, draining=draining)
+        decision = decide(facts, view, self._rng)
+        match decision:
+            case Reject(outcome, _, _, numbers):
+                event, why, figures = "rejected", outcome.value, numbers
+            case Admit():
+                event, why, figures = "admitted", "", {}
+            case Queue(ahead_requests):
+                ahead = {"ahead": ahead_requests, "ahead_service": round(view.pace.ahead)}
+                event, why, figures = "queued", "", ahead | self._place_in_line(lives[0])
+            case _:
+                assert_never(decision)
+        for live in lives:
+            live.decided(now_s, event, figures, why=why)
+        return decision
+
+    def _facts(self, live: Live, count: int, now_s: float) -> RequestFacts:
+        request, expected = live.request, self._config.expected_output_tokens
+        return RequestFacts(
+            need=live.need(expected),
+            size_bytes=size_bytes(request),
+            priority_class=live.priority_class,
+            count=count,
+            service=live.service(expected),
+            output_tokens=max(1, min(request.sampling.max_tokens, request.stated_output_tokens or 0)),
+            age_s=now_s - live.arrived_s,
+            terms=live.terms,
+        )
+
+    def _admission_view(self, facts: RequestFacts, live: Live, now_s: float, *, draining: bool) -> AdmissionView:
+        request, name = live.request, live.priority_class.name
+        charge, own = self._queue.of_class(name), self._queue.of_tenant(name, request.tenant)
+        ahead_requests = self._queue.at_or_above(request.priority)
+        placement = None
+        if not ahead_requests and self._gates.lets_out(request.priority, now_s):
+            placement = self._place(live, facts.need, now_s)
+        room = placement is not None
+        pace = NOT_MEASURED
+        if depends_on_pace(facts, starts=room):
+            pace = self._pace(facts, live, charge.service, own.service, now_s)
+        return AdmissionView(
+            draining=draining,
+            leaving=not room and self._fleet.leaving(now_s),
+            too_large=not room and self._fleet.too_large(facts.need),
+            room=room,
+            ahead_requests=ahead_requests,
+            class_requests=charge.requests,
+            class_bytes=charge.size_bytes,
+            tenant_requests=own.requests,
+            tenant_bytes=own.size_bytes,
+            longest_wait_s=live.priority_class.longest_wait_s or self._config.max_queue_s,
+            pace=pace,
+        )
+
+    def _pace(self, facts: RequestFacts, live: Live, backlog: int, own: int, now_s: float) -> Pace:
+        """`own`: of the backlog, what the request's tenant has there."""
+        request, name = live.request, live.priority_class.name
+        outranked = self._queue.at_or_above(request.priority + 1) > 0
+        of_all = self._drain_of_all.per_s(now_s) if outranked else None
+        weights = live.band.waiting_weight(request.tenant)
+        return Pace(
+            backlog=backlog,
+            ahead=evenly_ahead(backlog, own + facts.service, *weights),
+            drain_per_s=self._drains[name].per_s(now_s),
+            share_per_s=None if of_all is None else of_all * self._config.minimum_share,
+            ageing_after_s=self._config.ageing_after_s,
+            first_token_s=self.times.first_token_s(len(request.prompt_ids)),
+            next_token_s=self.times.next_token_s,
+        )
+
+    def retry_after_s(self, live: Live, now_s: float) -> int:
+        name = live.priority_class.name
+        backlog = self._queue.of_class(name).service
+        return retry_after_s(backlog_seconds(backlog, self._drains[name].per_s(now_s)), self._rng)
+
+    def drain_per_s(self, priority_class: str, now_s: float) -> float | None:
+        return self._drains[priority_class].per_s(now_s)
+
+    def _place_in_line(self, live: Live) -> dict[str, float]:
+        """Where it stands, in numbers."""
+        name = live.priority_class.name
+        counter, least = live.band.counters(live.request.tenant)
+        return {
+            "band": live.request.priority,
+            "backlog": self._queue.of_class(name).service,
+            "tenant_counter": round(counter),
+            "least_counter": round(least),
+        }

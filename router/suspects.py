@@ -1,0 +1,100 @@
+"""Which request may have killed an engine, and how that is found out without losing many engines or any bystander.
+
+Owns: that decision, and what a suspect must show to be cleared. Pure. Imports types only. Invariant: nobody is blamed
+for an engine that anybody else may have killed.
+
+When an engine dies, all that ran there are suspects. A suspect is tried where no other suspect is; if its engine dies
+again, it was probably the one, but whoever ran beside it may have been (two requests that kill are seldom alone), so all of
+them are suspects now, and it is tried once more alone. A request whose engine dies under it alone, when it was a
+suspect already, is blamed.
+
+The bound. Let m of the live requests kill whatever engine runs them, at the same token each time. Each kills at most
+once unsuspected, once as a suspect among others and once alone; and when one of the m is blamed, another that was
+held suspect for the same deaths is cleared with the bystanders and may begin anew. So at most 2m + 1 engines die of
+each, m(2m + 1) in all: three of one, ten of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from cluster.types import RequestId
+
+CLEARED_AFTER_TOKENS = 3
+"""Tokens beyond those that had come when its engine died. A request that kills at some token gives the ones before it
+again wherever it goes on, but only those that were lost with the engine: those of its last frame. Each one more makes the
+trial of every innocent longer."""
+
+
+class Trial(IntEnum):
+    """What else may be on the replica where a request goes; the stricter the higher."""
+
+    NONE = 0
+    APART = 1
+    """No other suspect."""
+    ALONE = 2
+    """Nothing at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What a live request is suspected of."""
+
+    deaths: frozenset[int]
+    """Of engines, by number: those that it may have caused."""
+    trial: Trial
+    cleared_at: int
+    """With so many output tokens it is no suspect any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """A request that ran on an engine when that died."""
+
+    request_id: RequestId
+    tokens: int
+    """Output tokens that had come."""
+    suspicion: Suspicion | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who killed the engine, if that is known; if not, who may have."""
+
+    blamed: RequestId | None
+    suspects: dict[RequestId, Suspicion]
+
+
+def judge(death: int, there: Sequence[Present], *, strangers: bool) -> Verdict:
+    """An engine died; it is death number `death`.
+
+    Args:
+        there: What this router had running on it.
+        strangers: Whether requests of other routers were seen there.
+    """
+    if len(there) == 1:
+        before = there[0].suspicion
+        if before is not None and (before.trial is Trial.ALONE or not strangers):
+            return Verdict(there[0].request_id, {})
+    return Verdict(None, {present.request_id: _suspicion(death, present) for present in there})
+
+
+def _suspicion(death: int, present: Present) -> Suspicion:
+    before = present.suspicion
+    return Suspicion(
+        deaths=frozenset((death,)) if before is None else before.deaths | {death},
+        trial=Trial.APART if before is None else Trial.ALONE,
+        cleared_at=present.tokens + CLEARED_AFTER_TOKENS,
+    )
+
+
+def without(suspicion: Suspicion, explained: Collection[int]) -> Suspicion | None:
+    """What is left of it when it is known who caused these deaths."""
+    deaths = suspicion.deaths.difference(explained)
+    if not deaths:
+        return None
+    return (
+        suspicion if len(deaths) == len(suspicion.deaths) else Suspicion(deaths, suspicion.trial, suspicion.cleared_at)
+    )
