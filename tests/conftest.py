@@ -21,6 +21,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 @pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """Another one, of other weights and with fewer tokens: what is one token to the first is several to this."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-other"
+    made = make_tiny_llama(folder, seed=1, tokenizer_size=600, vocab_size=600)
+    return ModelFolder.open(made.path)
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> ModelFolder:
     """SmolLM2-135M-Instruct, converted once into the user's cache. For tests marked slow."""
     return ModelFolder.open(ensure_smollm2(default_model_cache(os.environ)), name="SmolLM2-135M-Instruct")

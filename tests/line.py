@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -23,11 +23,13 @@ from cluster.metrics import REPLICAS_READY, Metric
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort
 from cluster.types import ReplicaId
+from deployments.controller_link import Find
 from deployments.controller_server import ROLES, ControllerServer
 from deployments.replica_process import ReplicaProcess
 from deployments.router_process import RouterProcess
 from deployments.settings import Instance, Profile
 from deployments.transport import Acceptor
+from router.core import RouterCore
 
 T = TypeVar("T")
 Load = Callable[[ModelFolder], EnginePort]
@@ -35,24 +37,23 @@ Load = Callable[[ModelFolder], EnginePort]
 
 @dataclass
 class Line:
-    """A running line. `url` is the router's."""
+    """A running line. `url` is the router's; `model` and `core` are of its first model."""
 
     url: str
+    model: ModelFolder
     router: RouterProcess
     replicas: list[ReplicaProcess]
     acceptor: Acceptor
     client: httpx.AsyncClient
+    find: Find
+    """Where the controller is."""
 
     async def metric(self, metric: Metric, **labels: str) -> float:
-        """Sum of a metric's samples that carry these labels (counters: the total)."""
-        text = (await self.client.get("/metrics")).text
-        names = {metric.name, f"{metric.name}_total"}
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name in names and labels.items() <= sample.labels.items()
-        )
+        return await read_metric(self.client, metric, **labels)
+
+    @property
+    def core(self) -> RouterCore:
+        return self.router.cores[self.model.name]
 
     async def ready_replicas(self) -> float:
         return await self.metric(REPLICAS_READY)
@@ -60,6 +61,18 @@ class Line:
     def blocks_used(self) -> list[int]:
         loads = [replica.engine.progress().load for replica in self.replicas]
         return [load.blocks_total - load.blocks_free for load in loads]
+
+
+async def read_metric(client: httpx.AsyncClient, metric: Metric, **labels: str) -> float:
+    """Sum of a metric's samples that carry these labels (counters: the total), as a router says it."""
+    text = (await client.get("/metrics")).text
+    names = {metric.name, f"{metric.name}_total"}
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name in names and labels.items() <= sample.labels.items()
+    )
 
 
 async def until(
@@ -81,16 +94,19 @@ async def until(
 
 @contextlib.asynccontextmanager
 async def running_line(
-    model: ModelFolder, profile: Profile, folder: Path, load: Load | None = None
+    models: ModelFolder | Sequence[ModelFolder], profile: Profile, folder: Path, load: Load | None = None
 ) -> AsyncIterator[Line]:
-    """Start `profile` on `model`; its secret is kept in `folder`. `load` makes the engines (default: the embedded one)."""
+    """Start `profile` on its model or `models`; its secret is kept in `folder`. `load` makes the engines (default: the
+    embedded one). Replicas are numbered in the order of the models."""
     from cluster.engine.torch.build import build_embedded_engine, prepare_process
 
     prepare_process()
     secret_path = folder / "secret"
     secret_path.write_text("0123456789abcdef" * 4)
     profile = profile.model_copy(update={"router": profile.router.model_copy(update={"port": 0})})
-    instance = Instance(profile=profile, model_folder=model.path, secret_path=secret_path)
+    paths = tuple(model.path for model in ([models] if isinstance(models, ModelFolder) else models))
+    instance = Instance(profile=profile, model_folders=paths, secret_path=secret_path)
+    served = instance.models()
 
     server = ControllerServer(instance.secret(), SystemClock())
     decode = msgspec.msgpack.Decoder(ToController).decode
@@ -101,7 +117,7 @@ async def running_line(
         return address
 
     def embedded(opened: ModelFolder) -> EnginePort:
-        return build_embedded_engine(opened, profile.engine, SystemClock())
+        return build_embedded_engine(opened, served[opened.name].config.engine, SystemClock())
 
     def died(why: str) -> None:
         raise AssertionError(f"an engine died: {why}")
@@ -109,8 +125,9 @@ async def running_line(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(acceptor.close)
         replicas = []
-        for number in range(profile.replicas):
-            replica = ReplicaProcess(instance, ReplicaId(f"replica-{number}"), find, load or embedded, died)
+        each = [model.folder for model in served.values() for _ in range(model.config.replicas)]
+        for number, model in enumerate(each):
+            replica = ReplicaProcess(instance, model, ReplicaId(f"replica-{number}"), find, load or embedded, died)
             stack.push_async_callback(replica.close)
             await replica.start("127.0.0.1")
             replicas.append(replica)
@@ -118,6 +135,6 @@ async def running_line(
         stack.push_async_callback(router.close)
         await router.start()
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=router.url, timeout=60))
-        line = Line(router.url, router, replicas, acceptor, client)
-        await until(lambda: line.ready_replicas(), lambda ready: ready == profile.replicas)
+        line = Line(router.url, each[0], router, replicas, acceptor, client, find)
+        await until(lambda: line.ready_replicas(), lambda ready: ready == len(each))
         yield line

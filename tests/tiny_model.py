@@ -34,9 +34,9 @@ LOGIT_SCALE = 4.0
 """Standard deviation of the logits: the two best of 1,024 then lie about 1 apart, and draws at temperature 1 vary."""
 
 
-def make_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> ModelFolder:
+def make_tiny_llama(folder: Path, *, seed: int = 0, tokenizer_size: int = VOCAB_SIZE, **overrides: Any) -> ModelFolder:
     """Write the model to `folder` (made if absent) and open it. `overrides` replace fields of config.json."""
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(tokenizer_size)
     config = _llama_config(_end_id(tokenizer)) | overrides
     return _write(folder, "tiny-llama", tokenizer, config, _llama_weights(config, seed))
 
@@ -199,19 +199,19 @@ def _gpt2_weights(config: dict[str, Any], seed: int) -> dict[str, NDArray[np.flo
     return weights
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(size: int = VOCAB_SIZE) -> Tokenizer:
     """Byte-level BPE: all 256 bytes are tokens, so any text encodes; merges are learnt from made-up words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=size,
         special_tokens=[TEXT_END, START, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(), trainer)
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    assert tokenizer.get_vocab_size() == size
     return tokenizer
 
 

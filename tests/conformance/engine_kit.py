@@ -141,6 +141,8 @@ class Output:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """Of the first delta; None before it."""
+    cached_tokens: int = 0
+    """Of the prompt, as told with the first token."""
     error: str = ""
     undecided: bool = False
     """What would follow the tokens is not known (see `UndecidedError`)."""
@@ -154,6 +156,8 @@ class Output:
         assert self.prompt_logprobs is None or not delta.prompt_logprobs, "scores come with the first delta only"
         if self.prompt_logprobs is None:
             self.prompt_logprobs = delta.prompt_logprobs
+        assert not delta.cached_tokens or not self.token_ids, "what was cached is told with the first delta only"
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         assert len(self.logprobs) in (0, len(self.token_ids)), "one logprob per token, or none"

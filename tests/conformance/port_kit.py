@@ -22,11 +22,13 @@ import msgspec
 import pytest
 
 from cluster.config import EngineConfig, Order
+from cluster.engine.prefix import extend, root
 from cluster.ports import EnginePort, StepResult
 from cluster.types import (
     EngineLoad,
     FinishReason,
     Preempted,
+    PrefixChange,
     Refusal,
     Request,
     RequestId,
@@ -148,6 +150,8 @@ class Driver:
     load: EngineLoad | None = None
     first_step: dict[str, int] = field(default_factory=dict)
     """The engine's step that gave a request's first token."""
+    held: set[bytes] = field(default_factory=set)
+    """Hashes of the blocks in its prefix cache: the sum of all that it has told, since it began."""
     came_after_step: dict[str, int] = field(default_factory=dict)
     """The last of its steps at whose end it did not have the request."""
 
@@ -255,6 +259,8 @@ class Driver:
             if delta.finish is not None:
                 del self._live[name]
                 self._text_ended |= delta.finish is FinishReason.STOP and bool(self._requests[name].sampling.stop)
+        if result.prefixes is not None:
+            self._take_prefixes(result.prefixes)
         self._check_load(load, before)
         return result
 
@@ -289,6 +295,16 @@ class Driver:
         assert load.host_blocks_free == self.config.host_blocks
         assert self.port.progress().step_age_s is None
         return load
+
+    def blocks_held(self, r: Request) -> int:
+        """How many full blocks of its prompt, from the first on, it has told to be in its prefix cache; without the block of
+        the last token, which is always run."""
+        size, parent = self.config.block_size_tokens, root(r.tenant)
+        for index in range((len(r.prompt_ids) - 1) // size):
+            parent = extend(parent, r.prompt_ids[index * size : (index + 1) * size])
+            if parent[:8] not in self.held:
+                return index
+        return (len(r.prompt_ids) - 1) // size
 
     def run(self, *requests: Request) -> list[Output]:
         self.add(*requests)
@@ -341,6 +357,15 @@ class Driver:
         return {p.means.value for p in self.preempted}
 
     # --- parts of `take` ---
+
+    def _take_prefixes(self, change: PrefixChange) -> None:
+        held, gone = ({told[k : k + 8] for k in range(0, len(told), 8)} for told in (change.held, change.gone))
+        assert held or gone, "nothing is told of nothing"
+        assert not held & gone
+        assert not change.afresh
+        self.held -= gone
+        self.held |= held
+        assert len(self.held) <= self.config.blocks
 
     def _take_refusals(self, result: StepResult) -> None:
         for refusal in result.refusals:

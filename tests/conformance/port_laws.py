@@ -446,6 +446,34 @@ def a_prompts_beginning_is_computed_once_for_a_tenant_and_shared_with_no_other(d
     assert run_as("b") == 2 * 96
 
 
+@law()
+def what_it_tells_of_its_prefix_cache_is_exactly_what_a_prompt_finds_there(d: Driver) -> None:
+    """Prompts of five families for two tenants, one at a time, more than the pool can keep: so many leave as well, and what
+    left may come back. What each finds is what was told before, and is told with its first token."""
+    rng = random.Random("families")
+    families = [tuple(rng.randrange(3, 400) for _ in range(200)) for _ in range(5)]
+    found: list[int] = []
+    lost = 0
+    known: dict[tuple[str, int], int] = {}
+    for n in range(30):
+        family, tenant = rng.randrange(5), rng.choice("xy")
+        shared, own = rng.randrange(10, 200), rng.randrange(1, 60)
+        prompt = families[family][:shared] + tuple(rng.randrange(3, 400) for _ in range(own))
+        r = request(f"prefix {n}", prompt=prompt, max_tokens=rng.randrange(1, 40), tenant=tenant)
+        d.until_idle()
+        held = d.blocks_held(r)
+        (output,) = d.run_undisturbed(r)
+        assert output.cached_tokens == held * d.config.block_size_tokens
+        found.append(held)
+        shared_blocks = shared // d.config.block_size_tokens
+        lost += held < min(shared_blocks, known.get((tenant, family), 0))
+        known[tenant, family] = max(shared_blocks, known.get((tenant, family), 0))
+    assert sum(map(bool, found)) >= 5, "some found something"
+    assert lost >= 3, "and some did not find what had been there"
+    load = d.until_idle()
+    assert 0 < len(d.held) <= load.blocks_cached <= load.blocks_free
+
+
 @law(lambda config: not static(config))
 def choices_of_one_prompt_compute_it_once_and_each_is_as_if_alone(d: Driver) -> None:
     """Of 100 tokens 96 fill blocks; nobody computes those twice, though they come together."""
@@ -454,6 +482,9 @@ def choices_of_one_prompt_compute_it_once_and_each_is_as_if_alone(d: Driver) -> 
     outputs = d.run_undisturbed(*choices)
     assert len({tuple(o.token_ids) for o in outputs}) == 4
     assert d.until_idle().prefill_tokens_total - before <= 100 + 3 * (100 - 96)
+    told = sorted(o.cached_tokens for o in outputs)
+    assert told[0] == 0, "the first one computed it"
+    assert all(96 <= cached < 100 for cached in told[1:])
 
 
 # --- who goes first ---

@@ -2,57 +2,32 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from cluster.clock import SystemClock
 from cluster.config import EngineConfig, RouterConfig
-from cluster.engine.engine import Engine
 from cluster.engine.runner import EngineRunner
-from cluster.engine.text import TextCodec
 from cluster.model import ModelFolder
-from cluster.ports import Backend, EnginePort, Row, RowOutput
-from deployments.settings import Profile
+from cluster.ports import EnginePort
+from deployments.settings import ModelConfig, Profile
 from tests.line import Line, running_line
+from tests.padded import PaddedBackend, engine_over
 
 STEP_S = 0.06
 """Length of a padded step: long against what HTTP and the event loop take on a busy machine."""
 
-PROFILE = Profile(
-    replicas=2,
-    engine=EngineConfig(slots=32, step_token_budget=64, blocks=1024, max_model_len=1024),
-    router=RouterConfig(),
-)
-
-
-class PaddedBackend:
-    """A real backend whose steps take at least STEP_S, so that the schedule and not the machine decides."""
-
-    def __init__(self, inner: Backend) -> None:
-        self._inner = inner
-        self.vocab_size = inner.vocab_size
-        self.kv_block_bytes = inner.kv_block_bytes
-        self.kv_format = inner.kv_format
-        self.copy_block = inner.copy_block
-        self.save_blocks = inner.save_blocks
-        self.load_blocks = inner.load_blocks
-
-    def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> Sequence[RowOutput]:
-        ends = time.monotonic() + STEP_S
-        outputs = self._inner.run(rows, padding_tokens)
-        time.sleep(max(0.0, ends - time.monotonic()))
-        return outputs
+MODEL = ModelConfig(replicas=2, engine=EngineConfig(slots=32, step_token_budget=64, blocks=1024, max_model_len=1024))
+PROFILE = Profile(models=(MODEL,), router=RouterConfig())
 
 
 def padded_engine(model: ModelFolder) -> EnginePort:
     from cluster.engine.torch.backend import TorchBackend
 
-    backend = PaddedBackend(TorchBackend(model, PROFILE.engine))
-    engine = Engine(PROFILE.engine, backend, TextCodec.from_file(model.tokenizer_path), model.eos_token_ids)
-    return EngineRunner(engine, SystemClock())
+    backend = PaddedBackend(TorchBackend(model, MODEL.engine), STEP_S)
+    return EngineRunner(engine_over(backend, model, MODEL.engine), SystemClock())
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import pytest
 
 from cluster.metrics import REPLICA_BLOCKS, REPLICA_BLOCKS_FREE, REPLICA_RUNNING, REPLICA_WAITING
 from cluster.model import ModelFolder
-from tests.e2e.conftest import PROFILE
+from tests.e2e.conftest import MODEL
 from tests.line import Line, until
 from tests.unit.http_kit import serving
 
-SLOTS = PROFILE.replicas * PROFILE.engine.slots
+SLOTS = MODEL.replicas * MODEL.engine.slots
 
 
 def body(**changes: Any) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from deployments.transport import RejectedError
 from ops.examples.priority import demonstrate
 from router.logprobs import Vocabulary
 from router.tokenizer import PromptTokenizer
-from tests.e2e.conftest import PROFILE, STEP_S
+from tests.e2e.conftest import MODEL, STEP_S
 from tests.line import Line, until
 
-SLOTS = PROFILE.replicas * PROFILE.engine.slots
+SLOTS = MODEL.replicas * MODEL.engine.slots
 
 
 @pytest.fixture
@@ -90,7 +90,10 @@ async def test_chat_streams_the_text_that_it_answers_whole(client: openai.AsyncO
     assert chunks[0].choices[0].delta.role == whole.choices[0].message.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason == "length"
     assert whole.usage is not None
-    assert chunks[-1].usage == whole.usage
+    streamed = chunks[-1].usage
+    assert streamed is not None
+    # The second may find what the first computed.
+    assert streamed.model_copy(update={"prompt_tokens_details": whole.usage.prompt_tokens_details}) == whole.usage
     assert whole.usage.completion_tokens == 24
 
 
@@ -127,7 +130,7 @@ async def test_models_health_ready_and_metrics_answer(line: Line, client: openai
         assert (await line.client.get(path)).status_code == 200
     status = (await line.client.get("/status")).json()
     assert [r["entry"]["replica_id"] for r in status["cluster"]["replicas"]] == ["replica-0", "replica-1"]
-    assert {r["report"]["load"]["slots_total"] for r in status["cluster"]["replicas"]} == {PROFILE.engine.slots}
+    assert {r["report"]["load"]["slots_total"] for r in status["cluster"]["replicas"]} == {MODEL.engine.slots}
 
 
 async def test_a_process_whose_tick_has_died_says_that_it_is_unhealthy(
@@ -146,7 +149,7 @@ async def test_a_process_whose_tick_has_died_says_that_it_is_unhealthy(
             return str(error)
         return ""
 
-    for process, ticked in ((line.router, line.router.core), (line.replicas[0], line.replicas[0].server)):
+    for process, ticked in ((line.router, line.core), (line.replicas[0], line.replicas[0].server)):
         monkeypatch.setattr(ticked, "tick", broken)
         said, _ = await until(partial(unhealthy, process.check), bool, within_s=5)
         assert said == "the task 'tick' has ended: ValueError('broken on purpose')"
@@ -224,7 +227,7 @@ async def test_scoring_what_was_generated_gives_the_logprobs_that_it_was_generat
     for token, logprob, top in zip(made["tokens"], made["token_logprobs"], made["top_logprobs"], strict=True):
         assert len(top) == 5
         assert max(top.values()) == top[token] == logprob <= 0, "greedy takes the likeliest"
-    codec = TextCodec.from_file(line.router._model.tokenizer_path)
+    codec = TextCodec.from_file(line.model.tokenizer_path)
     vocabulary = Vocabulary(codec, ())
     ids = {vocabulary.word(token_id).token: token_id for token_id in range(1024)}
     scored = await complete(line, prompt=prompt + [ids[t] for t in made["tokens"]], max_tokens=0, echo=True, logprobs=5)
@@ -239,7 +242,7 @@ async def test_scoring_what_was_generated_gives_the_logprobs_that_it_was_generat
 async def test_bias_rules_the_draw_and_logprobs_are_of_the_model_before_it(line: Line) -> None:
     prompt, biased = [300, 301, 302], 400
     answer = await complete(line, prompt=prompt, max_tokens=3, logit_bias={str(biased): 100}, logprobs=0)
-    codec = TextCodec.from_file(line.router._model.tokenizer_path)
+    codec = TextCodec.from_file(line.model.tokenizer_path)
     assert answer["choices"][0]["text"] == codec.text([biased] * 3)
     scored = await complete(line, prompt=[*prompt, *[biased] * 3], max_tokens=0, echo=True, logprobs=0)
     assert near(
@@ -254,7 +257,7 @@ async def test_bias_rules_the_draw_and_logprobs_are_of_the_model_before_it(line:
 
 async def test_penalties_count_what_has_been_said(line: Line) -> None:
     """Two tokens are biased alike; each time that one is said the other becomes likelier by the frequency penalty."""
-    codec = TextCodec.from_file(line.router._model.tokenizer_path)
+    codec = TextCodec.from_file(line.model.tokenizer_path)
     fields = {"prompt": [300], "max_tokens": 16, "logit_bias": {"400": 100, "401": 100}, "logprobs": 0}
     plain = (await complete(line, **fields))["choices"][0]["logprobs"]["tokens"]
     fair = (await complete(line, frequency_penalty=2, **fields))["choices"][0]["logprobs"]["tokens"]
@@ -265,7 +268,7 @@ async def test_penalties_count_what_has_been_said(line: Line) -> None:
 
 
 async def test_min_tokens_keeps_the_end_away_until_they_are_made(line: Line) -> None:
-    (end_id,) = line.router._model.eos_token_ids
+    (end_id,) = line.model.eos_token_ids
     fields: dict[str, Any] = {"max_tokens": 9, "logit_bias": {str(end_id): 100}, "ignore_eos": False}
     early, late = await complete(line, **fields), await complete(line, min_tokens=5, **fields)
     assert (early["usage"]["completion_tokens"], late["usage"]["completion_tokens"]) == (1, 6)
@@ -346,9 +349,9 @@ async def test_more_urgent_classes_leave_the_queue_first(slow_line: Line, monkey
     left: list[str] = []
     add = ReplicaLink.add
 
-    def watched(link: ReplicaLink, request: Request, attempt: int) -> int:
+    def watched(link: ReplicaLink, request: Request, attempt: int, *, shared: bool = False) -> int:
         left.append(request.priority_class)
-        return add(link, request, attempt)
+        return add(link, request, attempt, shared=shared)
 
     monkeypatch.setattr(ReplicaLink, "add", watched)
 
@@ -434,7 +437,7 @@ async def test_a_client_that_leaves_the_queue_never_reaches_a_replica(slow_line:
 
 async def test_a_replica_that_was_out_of_reach_is_used_again(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = asyncio.Event()
-    replica_lost = line.router.core.replica_lost
+    replica_lost = line.core.replica_lost
 
     def told(*args: Any) -> None:
         replica_lost(*args)
@@ -443,7 +446,7 @@ async def test_a_replica_that_was_out_of_reach_is_used_again(line: Line, monkeyp
     async def unreachable(*args: Any) -> None:
         raise RejectedError("cut off by the test")
 
-    monkeypatch.setattr(line.router.core, "replica_lost", told)
+    monkeypatch.setattr(line.core, "replica_lost", told)
     with monkeypatch.context() as cut:
         cut.setattr("deployments.replica_link.connect", unreachable)
         link = next(link for link in line.router._links.values() if link is not None)

@@ -11,13 +11,12 @@ import pytest
 
 from cluster.clock import SystemClock
 from cluster.config import HealthConfig
-from cluster.engine.engine import Engine
 from cluster.engine.runner import EngineRunner
-from cluster.engine.text import TextCodec
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort, Row, RowOutput
-from tests.e2e.conftest import PROFILE, PaddedBackend
+from tests.e2e.conftest import MODEL, PROFILE, STEP_S
 from tests.line import Line, running_line, until
+from tests.padded import PaddedBackend, engine_over
 from tests.ray.streams import Reader, body
 
 STEP_AGE_LIMIT_S = 0.5
@@ -30,7 +29,7 @@ class StuckBackend(PaddedBackend):
     def __init__(self, model: ModelFolder) -> None:
         from cluster.engine.torch.backend import TorchBackend
 
-        super().__init__(TorchBackend(model, PROFILE.engine))
+        super().__init__(TorchBackend(model, MODEL.engine), STEP_S)
         self.goes_on = threading.Event()
         self.goes_on.set()
 
@@ -53,8 +52,7 @@ async def stuck_line(tiny_model: ModelFolder, tmp_path: Path, backends: list[Stu
 
     def engine(model: ModelFolder) -> EnginePort:
         backends.append(StuckBackend(model))
-        codec = TextCodec.from_file(model.tokenizer_path)
-        return EngineRunner(Engine(PROFILE.engine, backends[-1], codec, model.eos_token_ids), SystemClock())
+        return EngineRunner(engine_over(backends[-1], model, MODEL.engine), SystemClock())
 
     profile = PROFILE.model_copy(update={"health": HealthConfig(step_age_limit_s=STEP_AGE_LIMIT_S)})
     async with running_line(tiny_model, profile, tmp_path, engine) as running:

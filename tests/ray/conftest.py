@@ -56,20 +56,21 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    model: ModelFolder,
+    model: ModelFolder | None,
     folder: Path,
     *options: str,
     profile: str | Mapping[str, object] = PROFILE,
     ready_within_s: float = READY_TIMEOUT_S,
 ) -> Iterator[Served]:
     """Start an instance of a profile, by its name or its content, and wait until it says that it is ready; leaving
-    interrupts it twice if it still runs."""
+    interrupts it twice if it still runs. `model` is for a profile that names none."""
     folder.mkdir(parents=True, exist_ok=True)
     own_profile, output, cache = folder / "profile.yaml", folder / "output.txt", folder / "cache"
     if not isinstance(profile, str):
         own_profile.write_text(json.dumps(profile))
         profile = str(own_profile)
-    arguments = ["serve", "--profile", profile, "--model", str(model.path), "--port", "0", *options]
+    of_model = [] if model is None else ["--model", str(model.path)]
+    arguments = ["serve", "--profile", profile, *of_model, "--port", "0", *options]
     started = time.monotonic()
     with output.open("w") as sink:
         process = subprocess.Popen(

@@ -120,10 +120,14 @@ def test_ctrl_c_lets_streams_finish_and_leaves_nothing(tiny_model: ModelFolder, 
             await asyncio.gather(*(reader.begun.wait() for reader in readers))
             instance.interrupt()
 
-            async def refused() -> int:
-                return (await client.post("/v1/completions", json=body(max_tokens=1))).status_code
+            async def refused() -> bool:
+                try:
+                    await client.get("/health", headers={"connection": "close"})
+                except httpx.ConnectError:
+                    return True
+                return False
 
-            await until(refused, lambda code: code == 503, within_s=10)
+            await until(refused, bool, within_s=10)
             await asyncio.gather(*(reader.task for reader in readers))
             return readers
 
@@ -160,6 +164,24 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(tiny_model: ModelFolder
         assert asyncio.run(run(instance)) < 10
     _, alive = psutil.wait_procs(family, timeout=5)
     assert alive == []
+
+
+def test_sigterm_while_ray_starts_ends_what_was_started_and_says_so(tiny_model: ModelFolder, tmp_path: Path) -> None:
+    """Ray has handlers of its own then."""
+    command = [sys.executable, "-m", "ops.cli", "serve", "--port", "0", "--model", str(tiny_model.path)]
+    environment = os.environ | {"FOREBAY_CACHE_DIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "Starting Ray …\n"
+        root = psutil.Process(process.pid)
+        while not (family := root.children(recursive=True)):  # the first of Ray's own is there
+            time.sleep(0.05)
+        process.terminate()
+        said = process.stdout.read()
+    assert (process.returncode, said) == (130, "Interrupted while starting; ending what was started …\n")
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+    assert list((tmp_path / "run").glob("*")) == []
 
 
 def test_when_ray_itself_dies_serve_says_so_and_leaves_nothing(tiny_model: ModelFolder, tmp_path: Path) -> None:

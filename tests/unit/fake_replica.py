@@ -167,7 +167,7 @@ class FakeReplica:
 
     # --- what the router calls ---
 
-    def add(self, request: Request, attempt: int) -> int:
+    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
         self.sequence += 1
         self.added.append((request, attempt))
         if self.refuse_with is not None:

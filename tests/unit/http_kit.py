@@ -23,11 +23,13 @@ from cluster.config import RouterConfig
 from cluster.messages import ClusterStatus
 from cluster.model import ModelFolder
 from cluster.types import Outcome, Request
-from deployments.http_server import HEAD_TIMEOUT_S, uvicorn_config
+from deployments.http_protocol import HEAD_TIMEOUT_S
+from deployments.http_server import uvicorn_config
 from router.app import build_app
 from router.auth import Guard, Identify
 from router.core import RouterCore
 from router.metrics_sink import RouterMetrics
+from router.pools import Pool, Pools
 from tests.unit.fake_replica import FakeReplica
 
 MAX_LEN = 2000
@@ -59,6 +61,9 @@ class World:
         self.replica = FakeReplica(self.core)
         self.port = 0
         self.cluster: ClusterStatus | None = None
+
+    def pools(self, model: ModelFolder) -> Pools:
+        return Pools([Pool(model, self.core, MAX_LEN, self.config)])
 
     async def cluster_status(self) -> ClusterStatus | None:
         return self.cluster
@@ -95,30 +100,36 @@ async def serving(
     # A machine that stalls must not make the replica look silent: it reports when the test lets it.
     world = World(RouterConfig(silent_after_s=600, fenced_after_s=900, **settings))
     app = world.app = build_app(
-        core=world.core,
-        model=model,
-        max_model_len=MAX_LEN,
+        pools=world.pools(model),
         config=world.config,
         registry=world.registry,
         cluster_status=world.cluster_status,
         identify=identify,
         rng=random.Random(2),
     )
+    async with listening(app, head_timeout_s=head_timeout_s) as world.port:
+        turning = asyncio.create_task(world.replica.run()) if auto else None
+        if connect:
+            world.replica.connect()
+        try:
+            yield world
+        finally:
+            if turning is not None:
+                turning.cancel()
+
+
+@asynccontextmanager
+async def listening(app: Guard, *, head_timeout_s: float = HEAD_TIMEOUT_S) -> AsyncIterator[int]:
+    """Serve an application on a free port, which is returned."""
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio sets it only on sockets that name TCP as their protocol, which these do not; accepted ones inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    world.port = listener.getsockname()[1]
     server = Server(uvicorn_config(app, head_timeout_s=head_timeout_s, graceful_s=1))
     serve = asyncio.create_task(server.serve(sockets=[listener]))
     await server.up.wait()
-    turning = asyncio.create_task(world.replica.run()) if auto else None
-    if connect:
-        world.replica.connect()
     try:
-        yield world
+        yield listener.getsockname()[1]
     finally:
-        if turning is not None:
-            turning.cancel()
         server.should_exit = True
         await serve
 

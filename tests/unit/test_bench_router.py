@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from ops.bench.router import (
 )
 from ops.bench.router_load import LoadError, Tally, dechunk, process_cpu_s, streamed_text
 from ops.bench.router_mock import chunk
-from ops.bench.router_run import RouterBench, run
+from ops.bench.router_run import Bench, RouterBench, run
 from ops.bench.router_wire import MARK, STEP_S, Counted, answer, piece
 from ops.errors import CommandError
 
@@ -194,9 +195,18 @@ def test_a_peer_is_given_every_worker_and_only_loopback(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_an_open_stream_that_says_nothing_takes_at_most_30_kb_of_the_router(
+    tiny_model: ModelFolder, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        bench = Bench(RouterBench(tiny_model, (), plan((8,), 1, True), 0), tmp_path, stack)
+        assert 1_000_000 < bench.open_streams(1000) < 30_000_000
+
+
+@pytest.mark.slow
 def test_one_small_run_measures_our_router_and_leaves_no_process(tiny_model: ModelFolder) -> None:
     """Real processes and sockets; eight streams, one window, no peer. On a machine too busy for that it says so."""
-    small = replace(plan((8,), 1, True), warm_s=0.2, windows=1, request_s=0.3, probes=3)
+    small = replace(plan((8,), 1, True), warm_s=0.2, windows=1, request_s=0.3, probes=3, open_streams=20)
     quiet = Console(quiet=True)
     try:
         report = run(RouterBench(tiny_model, (), small, 0), quiet, quiet)
@@ -214,5 +224,6 @@ def test_one_small_run_measures_our_router_and_leaves_no_process(tiny_model: Mod
     ):
         assert 0 < report.value(name) < 1e5, name
     assert report.value("single_share_8") >= 0.99
+    assert report.value("open_streams_20_kb_each") < 1e5
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     assert not [pid for pid in children if b"ops.bench.router" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -203,6 +203,41 @@ def test_pool_is_conserved_under_any_sequence_of_calls(calls: list[Call]) -> Non
         p.check_integrity({k: 4 * len(table) for k, table in held.items()})
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("take", "give", "register", "forget", "tell")), st.sampled_from("abc"), st.integers(1, 5)
+        ),
+        max_size=120,
+    )
+)
+@settings(deadline=None)
+def test_all_changes_told_together_are_the_prefixes_that_are_found(calls: list[Call]) -> None:
+    """However many are told at a time; a prefix may come back under the name that it had, or be registered twice."""
+    p = pool()
+    told: set[bytes] = set()
+    names = [f"{n}".encode() for n in range(12)]
+
+    def tell() -> None:
+        for name in p.take_changed():
+            (told.discard if p.find(name) is None else told.add)(name)
+
+    for n, (what, key, count) in enumerate(calls):
+        if what == "take" and p.can_allocate(count):
+            p.allocate(key, count)
+        elif what == "give" and p.table(key):
+            p.free(key)
+        elif what == "register" and p.table(key) and p.may_write(p.table(key)[-1]):
+            p.register(p.table(key)[-1], names[(n * count) % len(names)])
+        elif what == "forget":
+            p.forget(key)
+        elif what == "tell":
+            tell()
+    tell()
+    assert told == {name for name in names if p.find(name) is not None}
+    assert p.take_changed() == ()
+
+
 # --- damage ---
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
 
-from cluster.config import EngineConfig, EngineKind
+from cluster.config import EngineConfig, EngineKind, RouterConfig
 from cluster.engine.memory import VLLM_PROCESSES_BYTES, memory_bytes
 from cluster.engine.vllm import version
+from cluster.model import ModelFolder
+from deployments.app import replica_deployments
+from deployments.checks import check_gpus, find_models, preflight
 from deployments.engines import check_installed, gpu_options
-from deployments.settings import PROFILES, Environment, Profile, UsageError, load_profile
-from deployments.up import check_gpus, open_model
+from deployments.instances import InstanceState
+from deployments.settings import PROFILES, Environment, Instance, ModelConfig, Profile, UsageError, load_profile
 from tests.tiny_model import make_tiny_llama
 
+README = Path(__file__).parents[2] / "README.md"
 SHIPPED = sorted(path.stem for path in PROFILES.glob("*.yaml"))
 VLLM_ON_A100 = {"engine": {"kind": "vllm"}, "gpus_per_replica": 1, "accelerator_type": "A100"}
 
@@ -25,21 +34,27 @@ def written(folder: Path, content: object) -> str:
     return str(file)
 
 
+def the_model(profile: Profile) -> ModelConfig:
+    (model,) = profile.models
+    return model
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_profile_that_ships_loads(name: str) -> None:
-    profile = load_profile(name, {})
-    assert profile.engine.kind is (EngineKind.EMBEDDED if name == "local" else EngineKind.VLLM)
-    assert gpu_options(profile) == ({"num_gpus": 1, "accelerator_type": "A100"} if name.startswith("a100") else {})
+    model = the_model(load_profile(name, {}))
+    assert model.engine.kind is (EngineKind.EMBEDDED if name == "local" else EngineKind.VLLM)
+    assert gpu_options(model) == ({"num_gpus": 1, "accelerator_type": "A100"} if name.startswith("a100") else {})
 
 
 def test_the_engine_is_the_only_difference(tmp_path: Path) -> None:
     """A word for the whole section, or a key beside the others; overrides reach both."""
     local = yaml.safe_load((PROFILES / "local.yaml").read_text())
     word = load_profile(written(tmp_path, local | {"engine": "vllm"}), {"engine.dtype": "bfloat16"})
-    assert word.engine == EngineConfig.model_validate({"kind": "vllm", "dtype": "bfloat16"})
+    assert the_model(word).engine == EngineConfig.model_validate({"kind": "vllm", "dtype": "bfloat16"})
     key = load_profile(written(tmp_path, local | {"engine": local["engine"] | {"kind": "vllm"}}), {})
-    assert key.engine == EngineConfig.model_validate(local["engine"] | {"kind": "vllm"})
-    assert key.model_copy(update={"engine": None}) == load_profile("local", {}).model_copy(update={"engine": None})
+    assert the_model(key).engine == EngineConfig.model_validate(local["engine"] | {"kind": "vllm"})
+    without = key.model_dump(exclude={"models": {0: {"engine"}}})
+    assert without == load_profile("local", {}).model_dump(exclude={"models": {0: {"engine"}}})
 
 
 @pytest.mark.parametrize(
@@ -64,17 +79,172 @@ def test_a_profile_that_cannot_work_is_refused(content: object, said: str, tmp_p
     assert "more)" not in str(refused.value), "what follows from the one error is told as another"
 
 
+MODELS = [{"model": "/models/a", "replicas": 1}, {"model": "/models/b", "engine": {"slots": 4}}]
+
+
+def test_a_profile_of_one_model_is_the_short_form_of_a_list_of_one(tmp_path: Path) -> None:
+    of_model = {"model": "/models/a", "served_name": "a", "aliases": ["b"], "replicas": 3, "engine": {"slots": 4}}
+    rest = {"router": {"port": 1}}
+    short, long = of_model | rest, {"models": [of_model]} | rest
+    assert load_profile(written(tmp_path, short), {}) == load_profile(written(tmp_path, long), {})
+    assert Profile() == Profile(models=(ModelConfig(),))
+
+
+def test_each_model_of_a_profile_has_settings_of_its_own(tmp_path: Path) -> None:
+    first, second = load_profile(written(tmp_path, {"models": MODELS}), {"router.port": 9}).models
+    assert (first.model, first.replicas, first.engine) == (Path("/models/a"), 1, EngineConfig())
+    assert (second.model, second.replicas, second.engine.slots) == (Path("/models/b"), 2, 4)
+    (word,) = load_profile(written(tmp_path, {"models": [{"engine": "vllm"}]}), {}).models
+    assert word.engine.kind is EngineKind.VLLM
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"models": MODELS, "replicas": 2, "engine": {}}, "models and engine, replicas are both given: move"),
+        ({"models": MODELS, "aliases": ["x"]}, "models and aliases are both given"),
+        ({"models": []}, "models must name at least one"),
+        ({"models": {}}, "models: Input should be a valid tuple"),
+        ({"models": [{"replicas": 0}]}, "models.0.replicas: Input should be greater than 0"),
+        ({"models": [{}, {"engine": {"kind": "vlm"}}]}, "models.1.engine.kind: Input should be"),
+        ({"models": [{}, {"router": {}}]}, "models.1.router: Extra inputs are not permitted"),
+        ({"models": [{"served_name": "a"}, {"served_name": "a"}]}, "'a' names two"),
+        ({"models": [{"served_name": "a"}, {"served_name": "b", "aliases": ["a"]}]}, "'a' names two"),
+        ({"models": [{"served_name": "a", "aliases": ["x", "x"]}]}, "'x' names two"),
+        ({"models": [{"served_name": ""}]}, "models.0.served_name: String should have at least 1 character"),
+    ],
+)
+def test_a_list_of_models_that_cannot_work_is_refused(content: object, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        load_profile(written(tmp_path, content), {"router.port": 9})
+    assert said in str(refused.value)
+    assert "more)" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["replicas", "engine.dtype", "model"])
+def test_a_command_s_option_for_one_model_is_refused_where_models_are_listed(key: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"lists its models: change {key} in their entries"):
+        load_profile(written(tmp_path, {"models": MODELS}), {key: 1})
+
+
+def test_models_of_an_instance_are_found_by_their_names_after_a_trip_through_json(
+    tiny_model: ModelFolder, other_model: ModelFolder, tmp_path: Path
+) -> None:
+    """As its processes are told of them."""
+    profile = Profile(models=(ModelConfig(served_name="first"), ModelConfig(aliases=("small",))))
+    sent = Instance(profile=profile, model_folders=(tiny_model.path, other_model.path), secret_path=tmp_path)
+    models = Instance.model_validate(sent.model_dump(mode="json")).models()
+    assert list(models) == ["first", "tiny-other"]
+    assert models["first"].folder.identity == tiny_model.identity
+    assert models["tiny-other"].folder.identity == other_model.identity
+    assert models["tiny-other"].names == ("tiny-other", "small")
+
+
+def test_a_replica_needs_the_folder_of_its_own_model_alone(tiny_model: ModelFolder, tmp_path: Path) -> None:
+    profile = Profile(models=(ModelConfig(served_name="elsewhere"), ModelConfig()))
+    instance = Instance(profile=profile, model_folders=(tmp_path / "absent", tiny_model.path), secret_path=tmp_path)
+    assert instance.model(tiny_model.name).folder.identity == tiny_model.identity
+    for name, said in (("elsewhere", "absent is not a folder"), ("unheard-of", "no model 'unheard-of'")):
+        with pytest.raises(UsageError, match=said):
+            instance.model(name)
+
+
+def test_two_folders_of_one_name_are_told_to_be_named(tiny_model: ModelFolder, tmp_path: Path) -> None:
+    again = make_tiny_llama(tmp_path / tiny_model.path.name, seed=3)
+    profile = Profile(models=(ModelConfig(model=tiny_model.path), ModelConfig(model=again.path)))
+    with pytest.raises(UsageError, match="'tiny-llama' names two: give them a served_name"):
+        find_models(profile, Environment(cache_dir=tmp_path))
+
+
+@pytest.mark.parametrize("kind", list(EngineKind))
+def test_a_context_longer_than_the_model_s_is_refused_before_anything_starts(
+    kind: EngineKind, tiny_model: ModelFolder, tmp_path: Path
+) -> None:
+    longest = tiny_model.max_position_embeddings
+
+    def profile(length: int) -> Profile:
+        engine = EngineConfig(kind=kind, max_model_len=length)
+        return Profile(models=(ModelConfig(model=tiny_model.path, engine=engine),))
+
+    (model,) = find_models(profile(longest), Environment(cache_dir=tmp_path))
+    assert model.config.engine.max_model_len == longest
+    with pytest.raises(UsageError, match=rf"made for {longest} tokens: lower max_model_len \({longest + 1}\) to that"):
+        find_models(profile(longest + 1), Environment(cache_dir=tmp_path))
+
+
+def test_deployments_of_replicas_are_named_after_their_models_safely_and_apart() -> None:
+    names = replica_deployments(["SmolLM2-135M", "org/model:v1.5", "org-model:v1-5", "größe 水"])
+    assert names == (
+        "Replica-0-SmolLM2-135M",
+        "Replica-1-org-model-v1-5",
+        "Replica-2-org-model-v1-5",
+        "Replica-3-gr-e-",
+    )
+
+
+def test_memory_of_all_models_on_the_cpu_is_asked_for_together(
+    tiny_model: ModelFolder, other_model: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EngineConfig(blocks=256, host_blocks=0)
+    first = ModelConfig(model=tiny_model.path, engine=engine, replicas=2)
+    second = ModelConfig(model=other_model.path, engine=engine, replicas=1)
+    need = 2 * memory_bytes(tiny_model, engine) + memory_bytes(other_model, engine) + 2**30
+    profile = Profile(models=(first, second), router=RouterConfig(port=0))
+    models = find_models(profile, Environment(cache_dir=tmp_path))
+    for have, fits in ((need, True), (need - 1, False)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda have=have: SimpleNamespace(available=have))
+        if fits:
+            preflight(profile, models, Environment(cache_dir=tmp_path))
+        else:
+            with pytest.raises(UsageError, match=r"the replicas \(2 of tiny-llama, 1 of tiny-other\) need about"):
+                preflight(profile, models, Environment(cache_dir=tmp_path))
+
+
+def test_port_of_an_instance_of_one_s_own_is_told_with_how_to_reach_and_to_end_it(
+    tiny_model: ModelFolder, tmp_path: Path
+) -> None:
+    environment = Environment(cache_dir=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        profile = Profile(models=(ModelConfig(model=tiny_model.path),), router=RouterConfig(port=port))
+        models = find_models(profile, environment)
+        with pytest.raises(UsageError, match=rf"^port {port} is in use on 127\.0\.0\.1; choose another"):
+            preflight(profile, models, environment)
+        url = f"http://127.0.0.1:{port}"
+        InstanceState(url, os.getpid(), ("a", "b"), "").write(environment.run_dir / "1.json")
+        said = rf"by your instance that serves a, b at {url} \(`kill -INT {os.getpid()}` ends it\); choose another"
+        with pytest.raises(UsageError, match=said):
+            preflight(profile, models, environment)
+
+
+def test_gpus_are_counted_over_all_models() -> None:
+    on_gpu = ModelConfig(gpus_per_replica=1, replicas=2)
+    profile = Profile(models=(on_gpu, on_gpu, ModelConfig()))
+    check_gpus(profile, {"GPU": 4.0})
+    with pytest.raises(UsageError, match="4 replicas need 4, Ray finds 3 here"):
+        check_gpus(profile, {"GPU": 3.0})
+
+
+def test_the_list_of_models_that_the_readme_shows_is_one() -> None:
+    (shown,) = re.findall(r"```yaml\n(models:\n.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    profile = Profile.model_validate(yaml.safe_load(shown))
+    assert [(m.served_name, m.aliases, m.replicas) for m in profile.models] == [
+        ("llama-3-8b", ("default",), 2),
+        (None, (), 1),
+    ]
+
+
 def test_gpus_take_blocks_of_any_size() -> None:
     profile = Profile.model_validate(VLLM_ON_A100 | {"engine": {"kind": "vllm", "block_size_tokens": 16}})
-    assert profile.engine.block_size_tokens == 16
+    assert the_model(profile).engine.block_size_tokens == 16
 
 
 def test_a_model_folder_that_is_not_there_is_told_with_what_to_set(tmp_path: Path) -> None:
-    profile = Profile(model=tmp_path / "absent")
+    profile = Profile(models=(ModelConfig(model=tmp_path / "absent"),))
     with pytest.raises(
         UsageError, match=r"absent is not a folder; name the model's: MODEL=… \(--model\), or model in the"
     ):
-        open_model(profile, Environment(cache_dir=tmp_path))
+        find_models(profile, Environment(cache_dir=tmp_path))
 
 
 def test_gpus_that_the_machine_lacks_are_told_before_anything_waits_for_them() -> None:

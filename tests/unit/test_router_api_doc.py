@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from deployments.http_server import HEAD_TIMEOUT_S, KEEP_ALIVE_S
+from deployments.http_protocol import HEAD_TIMEOUT_S
+from deployments.http_server import KEEP_ALIVE_S
 from router.auth import OPEN_PATHS
 from router.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.exchange import MAX_HEADER_BYTES, MAX_HEADERS, REQUEST_ID_CHARS, REQUEST_ID_HEADER, REQUEST_ID_MAX_BYTES

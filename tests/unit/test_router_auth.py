@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from starlette.routing import Route
 
 from cluster.config import DEFAULT_CLASSES, Auth, PriorityClass, RouterConfig
+from cluster.metrics import TURNED_AWAY
 from cluster.model import ModelFolder
 from cluster.types import FinishReason, Outcome, TokenDelta
 from deployments.router_process import RouterProcess
@@ -105,7 +106,9 @@ async def test_no_spelling_of_a_path_opens_anything(tiny_model: ModelFolder, key
             writer.write(f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
             answer = await asyncio.wait_for(reader.read(), 10)
             writer.close()
-            assert answer.startswith(b"HTTP/1.1 401 "), (target, answer.splitlines()[0])
+            # What is no path at all is refused before anybody asks for a key.
+            refused = b"HTTP/1.1 401 " if target.startswith("/") else (b"HTTP/1.1 401 ", b"HTTP/1.1 400 ")
+            assert answer.startswith(refused), (target, answer.splitlines()[0])
 
 
 async def test_open_paths_need_no_key_whatever_comes_with_them(tiny_model: ModelFolder, keys: KeyFile) -> None:
@@ -374,6 +377,36 @@ async def test_class_within_the_key_s_is_in_force_and_none_named_is_the_default_
         assert (answer.status_code, answer.headers["x-forebay-priority-class"]) == (200, in_force)
 
 
+# --- what is turned away is counted ---
+
+
+async def test_what_is_turned_away_is_counted_by_its_reason_and_by_nothing_that_a_client_makes_up(
+    tiny_model: ModelFolder, keys: KeyFile
+) -> None:
+    key = keys.create("acme", highest_class="batch", limits=Limits(requests_per_s=6))[1]
+    headers = {"unknown": {}, "wrong": bearer("fb_no_such_key"), "known": bearer(key)}
+    async with guarded(tiny_model, keys) as world, plain_client(world) as http:
+
+        async def ask(who: str, path: str = "/v1/completions", **body: Any) -> int:
+            return (await http.post(path, json=TEXT | body, headers=headers[who])).status_code
+
+        assert [await ask("unknown"), await ask("wrong"), await ask("wrong", "/made/up")] == [401] * 3
+        assert [await ask("known", service_tier="priority"), await ask("known", made_up=1)] == [403, 400]
+        assert [await ask("known", "/tokenize", made_up=2), await ask("known")] == [400, 200]
+        statuses = [await ask("known") for _ in range(12)]
+
+        def counted(status: str, code: str) -> float | None:
+            labels = {"status": status, "code": code}
+            return world.registry.get_sample_value(f"{TURNED_AWAY.name}_total", labels)
+
+        assert counted("401", "invalid_api_key") == 3
+        assert counted("403", "class_not_allowed") == 1
+        assert counted("400", "unknown_parameter") == 2
+        assert statuses.count(429) > 0
+        assert counted("429", "rate_limit_exceeded") == statuses.count(429)
+        assert "made_up" not in (await http.get("/metrics", headers=headers["known"])).text
+
+
 # --- limits, over the wire ---
 
 
@@ -548,7 +581,7 @@ def instance(model: ModelFolder, tmp_path: Path, **router: Any) -> Instance:
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef" * 4)
     profile = Profile(router=RouterConfig(port=0, **router))
-    return Instance(profile=profile, model_folder=model.path, secret_path=secret)
+    return Instance(profile=profile, model_folders=(model.path,), secret_path=secret)
 
 
 async def test_keys_made_and_revoked_by_the_command_count_in_a_running_router_within_seconds(

@@ -118,7 +118,8 @@ async def test_streamed_choices_are_interleaved_and_each_ends_once_before_the_on
         assert order != sorted(order), "they take turns"
         usages = [chunk["usage"] for chunk in chunks if chunk["usage"] is not None]
         prompt = len(requests[0].prompt_ids)
-        assert usages == [{"prompt_tokens": prompt, "completion_tokens": 15, "total_tokens": prompt + 15}]
+        counts = {"prompt_tokens": prompt, "completion_tokens": 15, "total_tokens": prompt + 15}
+        assert usages == [counts | {"prompt_tokens_details": {"cached_tokens": 0}}]
         assert chunks[-1]["choices"] == []
 
 

@@ -306,7 +306,7 @@ def test_what_an_explanation_is_counted_as_is_no_less_than_it_holds() -> None:
         gc.collect()
 
     end(0, 20)
-    ended = bench.core._ended
+    ended = bench.core._endings.ended
     counted = ended._bytes
     tracemalloc.start()
     try:

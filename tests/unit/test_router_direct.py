@@ -23,12 +23,13 @@ from cluster.config import RouterConfig
 from cluster.metrics import OTHER_TENANTS, SERVED, TOKENS_OUT
 from cluster.model import ModelFolder
 from cluster.types import FinishReason, Outcome, TokenDelta
-from deployments.http_server import ImpatientProtocol, uvicorn_config
+from deployments.http_protocol import Connection
+from deployments.http_server import uvicorn_config
 from router import asgi
 from router.app import build_app
 from router.replies import ReplyWriter
 from tests.unit.fake_replica import expected_text, piece
-from tests.unit.http_kit import HI, MAX_LEN, TEXT, World
+from tests.unit.http_kit import HI, TEXT, World
 
 TOKENS = 200
 """More than any plan below has."""
@@ -43,7 +44,7 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.received = bytearray()
         self.closed = False
-        self.protocol: ImpatientProtocol
+        self.protocol: Connection
         self.number = 0
         """Which of those that were sent out its request is."""
 
@@ -96,9 +97,7 @@ class Side:
 def side(model: ModelFolder, *, direct: bool = True, **config: Any) -> Side:
     world = World(RouterConfig(silent_after_s=600, fenced_after_s=900, **config))
     app = build_app(
-        core=world.core,
-        model=model,
-        max_model_len=MAX_LEN,
+        pools=world.pools(model),
         config=world.config,
         registry=world.registry,
         cluster_status=world.cluster_status,
@@ -114,7 +113,7 @@ def side(model: ModelFolder, *, direct: bool = True, **config: Any) -> Side:
 
     def connect() -> Wire:
         wire = Wire()
-        protocol_class = cast(Callable[..., ImpatientProtocol], config_.http_protocol_class)
+        protocol_class = cast(Callable[..., Connection], config_.http_protocol_class)
         wire.protocol = protocol_class(config=config_, server_state=state, app_state={}, _loop=loop)
         wire.protocol.connection_made(wire)
         return wire
@@ -433,13 +432,15 @@ async def test_bug_of_ours_is_answered_in_the_one_form_where_it_still_can_be(
     def broken(*_: object) -> NoReturn:
         raise RuntimeError("a secret of ours")
 
-    one = side(tiny_model)
+    one = side(tiny_model, direct=not begun)
     wire = one.connect()
     if begun:
-        monkeypatch.setattr(ReplyWriter, "events", broken)
         wire.protocol.data_received(request(STREAM))
         await one.world.until(lambda: one.world.replica.added)
         one.send(0, 0, "a")
+        await settled()
+        monkeypatch.setattr(ReplyWriter, "events", broken)
+        one.send(0, 1, "b")
         await settled()
         assert wire.closed
         assert b"200 OK" in wire.received

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,10 @@ from cluster.config import PriorityClass, RouterConfig, TenantConfig, WithinTena
 from cluster.engine.text import TextCodec
 from cluster.model import ModelFolder
 from cluster.types import Generation, Outcome, RefusalReason, Request, RequestId, Sampling
-from router.fairness import MAX_IDLE_BANDS, FairShares, TenantBand, rank_of
+from router.bands import MAX_IDLE_BANDS, FairShares
+from router.fairness import TenantBand
 from router.queue import Band, FifoBand, Waiting
+from router.rank import rank_of
 from router.terms import Terms
 from tests.unit.fake_replica import Bench, expected_text
 
@@ -44,6 +47,8 @@ class Job:
     prompt: int
     output: int
     made: int = 0
+    cached: int = 0
+    """Of the prompt, what its replica need not compute."""
     paid: bool = False
     """It has had a token: its prompt is charged for good."""
 
@@ -52,8 +57,11 @@ class World:
     """A fleet of slots under a band, which takes what is next whenever a slot is free. Service is added up here, by the
     definition, and not read from the band."""
 
-    def __init__(self, band: TenantBand | FifoBand, slots: int, longest: tuple[int, int], seed: int) -> None:
-        self.band, self.slots, self.longest = band, slots, longest
+    def __init__(
+        self, band: TenantBand | FifoBand, slots: int, longest: tuple[int, int], seed: int, hits: float = 0.0
+    ) -> None:
+        """`hits`: the chance that some of a prompt is cached."""
+        self.band, self.slots, self.longest, self.hits = band, slots, longest, hits
         self.rng = random.Random(seed)
         self.jobs: dict[RequestId, Job] = {}
         self.open: list[Job] = []
@@ -67,6 +75,8 @@ class World:
         prompt = prompt_max if large else self.rng.randint(1, max(1, prompt_max // 8))
         output = output_max if large else self.rng.randint(1, max(1, output_max // 8))
         job = Job(waiting(f"{self.number:06}", tenant, float(self.number)), prompt, output)
+        if self.rng.random() < self.hits:
+            job.cached = self.rng.randint(1, prompt)
         self.jobs[job.waiting.request_id] = job
         self.push(job)
 
@@ -102,16 +112,18 @@ class World:
                 self.open.remove(job)
                 if isinstance(self.band, TenantBand):
                     self.band.end(tenant, 0.0)
-                job.waiting = replace(job.waiting, continued=True)
+                job.waiting = msgspec.structs.replace(job.waiting, continued=True)
                 self.push(job)
             elif self.rng.random() < 0.7:
                 self.make_token(job)
 
     def make_token(self, job: Job) -> None:
         tenant, band = job.waiting.tenant, self.band
+        if not job.paid:
+            self.service[tenant] -= PROMPT_WEIGHT * job.cached
         if isinstance(band, TenantBand):
             if not job.paid:
-                band.keep(tenant, PROMPT_WEIGHT * job.prompt)
+                band.keep(tenant, PROMPT_WEIGHT * job.prompt, PROMPT_WEIGHT * job.cached)
             band.add(tenant, OUTPUT_WEIGHT)
         job.paid, job.made = True, job.made + 1
         self.service[tenant] += OUTPUT_WEIGHT
@@ -150,13 +162,14 @@ def widest_gap(world: World, weights: Mapping[str, float], steps: int, refused: 
     weight_a=st.sampled_from([1.0, 0.25, 4.0]),
     refused=st.sampled_from([0.0, 0.05, 0.4]),
     lost=st.sampled_from([0.0, 0.02, 0.2]),
+    hits=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 2**32),
 )
 def test_two_tenants_that_wait_get_the_same_over_their_weights_within_twice_what_the_fleet_holds(
-    slots: int, prompt: int, output: int, weight_a: float, refused: float, lost: float, seed: int
+    slots: int, prompt: int, output: int, weight_a: float, refused: float, lost: float, hits: float, seed: int
 ) -> None:
     weights = {"a": weight_a}
-    world = World(TenantBand(weights), slots, (prompt, output), seed)
+    world = World(TenantBand(weights), slots, (prompt, output), seed, hits)
     fleet_tokens = slots * (prompt + output)
     bound = 2 * max(PROMPT_WEIGHT, OUTPUT_WEIGHT) * fleet_tokens / min(1.0, weight_a)
     assert widest_gap(world, weights, 300, refused, lost) <= bound
@@ -239,9 +252,10 @@ def test_refused_attempt_leaves_its_tenant_as_if_it_had_never_been_sent() -> Non
     assert drain(refused) == drain(never)
 
 
-def test_charge_is_not_given_back_below_what_idle_time_was_denied() -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_charge_is_not_given_back_below_what_idle_time_was_denied(cached: bool) -> None:
     """a is charged 70 and idles while b, alone, gets 500: when it is back it stands level, and a refund of the 70, of
-    which nothing is left, changes nothing."""
+    which nothing is left, changes nothing: neither where the attempt is refused nor where all was cached."""
     band = TenantBand({})
     for tenant in ("a", "b"):
         band.push(waiting(f"{tenant}0", tenant))
@@ -253,7 +267,9 @@ def test_charge_is_not_given_back_below_what_idle_time_was_denied() -> None:
     band.begin("b", 500.0)
     band.push(waiting("a2", "a", 2.0))
     assert band.counters("a") == (500.0, 500.0)
-    band.end("a", 70.0)
+    if cached:
+        band.keep("a", 70.0, 70.0)
+    band.end("a", 0.0 if cached else 70.0)
     assert band.counters("a") == (500.0, 500.0)
 
 
@@ -266,6 +282,22 @@ def test_first_token_makes_a_charge_final() -> None:
     band.begin("a", 30.0)
     band.end("a", 30.0)
     assert band.counters("a")[0] == 72.0
+
+
+def test_what_a_replica_had_cached_of_a_prompt_is_given_back_at_the_first_token_and_the_order_follows() -> None:
+    """Both sent 100 tokens; of a's 90 were cached, so a is behind and next."""
+    band = TenantBand({})
+    for name, tenant in (("a1", "a"), ("b1", "b")):
+        band.push(waiting(name, tenant))
+    for name, tenant, cached in (("a1", "a", 90.0), ("b1", "b", 0.0)):
+        band.remove(waiting(name, tenant))
+        band.begin(tenant, 100.0)
+        band.push(waiting(f"{tenant}2", tenant, arrived=2.0 if tenant == "a" else 1.0))
+        band.keep(tenant, 100.0, cached)
+    assert (band.counters("a")[0], band.counters("b")[0]) == (10.0, 100.0)
+    assert drain(band) == ["a2", "b2"]
+    band.end("a", 0.0)
+    assert band.counters("a")[0] == 10.0, "what was kept is not given back again"
 
 
 # --- places ---

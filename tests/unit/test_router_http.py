@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.config import DEFAULT_CLASSES, PriorityClass, RouterConfig
+from cluster.config import PriorityClass, RouterConfig
 from cluster.messages import ClusterStatus, ReplicaSummary, RosterEntry
 from cluster.model import ModelFolder
 from cluster.types import (
@@ -32,7 +32,6 @@ from router.errors import ApiError
 from router.fields import PATHS_NOT_OFFERED
 from router.headers import Asked
 from router.limits import Limiter
-from router.logprobs import Vocabulary
 from router.openai import Api, RequestParser
 from router.openapi import OPERATIONS
 from tests.unit.fake_replica import FakeReplica, expected_text
@@ -90,7 +89,7 @@ async def test_official_client_raises_its_own_errors(tiny_model: ModelFolder) ->
         with pytest.raises(openai.NotFoundError) as missing:
             await api.completions.create(model="gpt-4", prompt="x")
         assert missing.value.code == "model_not_found"
-        world.core.begin_drain()
+        world.core.shut_down()
         with pytest.raises(openai.InternalServerError) as draining:
             await api.completions.create(model="tiny-llama", prompt="x", stream=True)
         assert draining.value.status_code == 503
@@ -338,13 +337,10 @@ async def test_exchange_that_has_ended_leaves_the_task_that_ran_it_alone(
     monkeypatch.setattr(completions, "LAST_WORD_S", 0.01)
     world = World(RouterConfig())
     world.replica.connect()
-    parser = RequestParser(tiny_model, MAX_LEN, DEFAULT_CLASSES, "standard")
-    gate = parsing.ParserGate(parser, random.Random(0))
-    vocabulary = Vocabulary(parser.prompts.codec, ())
+    pools = world.pools(tiny_model)
+    gate = parsing.ParserGate(pools, random.Random(0))
     limiter = Limiter(random.Random(0))
-    exchange = completions.Completions(
-        Api.COMPLETION, world.core, gate, limiter, world.config, "tiny-llama", vocabulary
-    )
+    exchange = completions.Completions(Api.COMPLETION, pools, gate, limiter, world.config)
     messages = [{"type": "http.request", "body": json.dumps(TEXT | {"stream": True}).encode()}]
 
     async def receive() -> dict[str, Any]:
@@ -428,7 +424,7 @@ async def test_ready_needs_a_replica_that_takes_work_and_health_does_not(tiny_mo
         assert (await http.get("/ready")).status_code == 503
         world.replica.connect()
         assert (await http.get("/ready")).status_code == 200
-        world.core.begin_drain()
+        world.core.retire()
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/health")).status_code == 200
 
@@ -439,7 +435,9 @@ async def test_status_shows_bands_and_the_cluster_or_null_where_no_controller_an
         await world.until(lambda: world.replica.held)
         status = (await http.get("/status")).json()
         assert status["cluster"] is None
-        assert status["router"]["bands"] == [
+        (shown,) = status["router"]["models"]
+        assert (shown["model"], shown["ready"]) == ("tiny-llama", True)
+        assert shown["bands"] == [
             {
                 "priority": -10,
                 "priority_class": "batch",
@@ -471,11 +469,16 @@ async def test_status_shows_bands_and_the_cluster_or_null_where_no_controller_an
 async def test_metrics_do_not_grow_with_what_clients_make_up(tiny_model: ModelFolder) -> None:
     async with serving(tiny_model) as world, plain_client(world) as http:
         await http.post("/v1/completions", json=TEXT)
-        before = len((await http.get("/metrics")).text.splitlines())
-        for k in range(100):
+
+        async def make_up(k: int) -> None:
             await http.post("/v1/completions", json=TEXT | {"model": f"model-{k}"})
             await http.get(f"/path-{k}")
             await http.post("/v1/completions", json=TEXT | {"service_tier": f"tier-{k}"})
+
+        await make_up(0)  # each kind of error has a series of its own
+        before = len((await http.get("/metrics")).text.splitlines())
+        for k in range(1, 100):
+            await make_up(k)
         after = await http.get("/metrics")
         assert len(after.text.splitlines()) == before
         assert "forebay_requests_total{" in after.text

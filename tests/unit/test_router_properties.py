@@ -17,6 +17,7 @@ from cluster.config import RouterConfig, TenantConfig
 from cluster.types import Generation, Outcome, RefusalReason, ReplicaId, Request, RequestId
 from router.live import Live
 from router.queue import Charge
+from router.suspects import Trial
 from router.terms import Terms
 from tests.unit.fake_replica import Bench, FakeReplica, expected_ids, expected_text, score
 
@@ -38,16 +39,19 @@ CONFIG = RouterConfig(
 class WatchedReplica(FakeReplica):
     """Checks at every dispatch that nothing which should go first still waits."""
 
-    def add(self, request: Request, attempt: int) -> int:
+    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
         core: Any = self.listener
         live, head = core._live[request.request_id], core._dispatcher.queue.peek()
+        self.check_trials(core, live)
         if head is not None and head.priority > request.priority:
             assert core.clock.monotonic() - live.queued_s > CONFIG.ageing_after_s, (
                 "only a share passes more urgent work"
             )
         elif head is not None and head.priority == request.priority:
             assert live.continued >= head.continued
-            if live.continued == head.continued and (live.continued or head.tenant == request.tenant):
+            if live.trial is Trial.ALONE:
+                pass  # it goes out whenever a replica is empty and nothing more urgent waits
+            elif live.continued == head.continued and (live.continued or head.tenant == request.tenant):
                 own = (request.arrived_unix_s, request.request_id)
                 assert own < (head.arrived_unix_s, head.request_id)
             elif live.continued == head.continued:
@@ -55,7 +59,14 @@ class WatchedReplica(FakeReplica):
                 counters = {t: core._dispatcher._tenants.band(head.priority).counters(t)[0] for t in TENANTS}
                 before = counters[request.tenant] - charged / WEIGHTS.get(request.tenant, 1)
                 assert before <= counters[head.tenant] + 1e-6, "the tenant that was served least is next"
-        return super().add(request, attempt)
+        return super().add(request, attempt, shared=shared)
+
+    def check_trials(self, core: Any, live: Live) -> None:
+        """Before it is sent here."""
+        here = [core._live[name] for name in core._fleet[self.replica_id].reservations]
+        assert not any(other.trial is Trial.ALONE for other in here), "nobody comes to one that is tried alone"
+        assert live.trial is not Trial.ALONE or not here, "it is tried alone"
+        assert live.suspicion is None or not any(other.suspicion for other in here), "two suspects are never together"
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -195,15 +206,22 @@ class RouterMachine(RuleBasedStateMachine):
         core: Any = self.bench.core
         lives = self.lives()
         queued = {request_id for request_id in lives if request_id in core._dispatcher.queue}
+        aside = {place[3] for line in core._trials._lines.values() for place in line}
+        assert core._trials._suspects == {name: live for name, live in lives.items() if live.suspicion is not None}
+        assert len(aside) == core._trials.waiting
+        assert aside <= core._trials._suspects.keys()
+        assert not aside & queued
         reserved = {request_id: replica.replica_id for replica in core._fleet for request_id in replica.reservations}
         assert sum(len(replica.reservations) for replica in core._fleet) == len(reserved)
-        assert queued == {request_id for request_id, live in lives.items() if live.replica_id is None}
+        assert queued | aside == {request_id for request_id, live in lives.items() if live.replica_id is None}
         assert reserved == {r: live.replica_id for r, live in lives.items() if live.replica_id is not None}
         assert len(core._dispatcher.queue) == len(queued)
         for replica in core._fleet:
             for request_id, reservation in replica.reservations.items():
                 live = lives[request_id]
                 assert reservation.attempt == live.journal.attempt
+                assert reservation.trial is live.trial
+                assert not (reservation.parked and live.suspicion), "a suspect is not paused, it is taken back"
                 assert reservation.blocks * 16 >= len(live.request.prompt_ids) + live.journal.next_index
         assert all(request_id in reserved for request_id in core._gaps.unanswered(math.inf))
         assert core._deadlines._start_by._at_s.keys() <= lives.keys()
@@ -214,7 +232,7 @@ class RouterMachine(RuleBasedStateMachine):
         for name in CLASSES:
             expected = CONFIG.expected_output_tokens
             members = [live.waiting(expected) for live in self.lives().values() if live.replica_id is None]
-            members = [w for w in members if w.priority_class == name]
+            members = [w for w in members if w.priority_class == name and w.request_id in core._dispatcher.queue]
             exact = Charge(len(members), sum(w.size_bytes for w in members), sum(w.service for w in members))
             assert core._dispatcher.queue.of_class(name) == exact
             of_tenants = [core._dispatcher.queue.of_tenant(name, tenant) for tenant in TENANTS]
@@ -278,6 +296,7 @@ class RouterMachine(RuleBasedStateMachine):
         allowed = {
             Outcome.FINISHED, Outcome.CANCELLED, Outcome.REPLICA_LOST, Outcome.REJECTED_TOO_LARGE,
             Outcome.EXPIRED_IN_QUEUE, Outcome.TIMED_OUT, Outcome.REJECTED_DEADLINE, Outcome.REJECTED_WAIT,
+            Outcome.QUARANTINED,
         }  # fmt: skip
         assert {self.bench.outcome(r) for r in self.requests} <= allowed
         total = sum(

@@ -83,6 +83,16 @@ def test_work_that_a_share_sent_out_stands_before_what_waited_then_and_before_no
     assert choose(Need(10, 16, 16, arrived_s=5.1), [view], rng) == Placement(ReplicaId("r"), 1, victims=1)
 
 
+def test_work_that_a_share_sent_out_and_that_has_not_begun_has_its_slot_before_what_waited_then() -> None:
+    """Another router's urgent request took the slot that it was sent to; the next one is its own."""
+    engine = load(slots=2, running=(PriorityLoad(10, 1, 1),), waiting=(PriorityLoad(-10, 1, 0),), used=1)
+    rng = random.Random(0)
+    for shared, waited in (((SharedLoad(-10, 1, 0, since_s=5.0),), None), ((), Placement(ReplicaId("r"), 1))):
+        view = ReplicaView(replica_id=ReplicaId("r"), condition=Condition.ROUTABLE, load=engine, shared=shared)
+        assert choose(Need(10, 16, 16, arrived_s=5.0), [view], rng) == waited
+        assert choose(Need(10, 16, 16, arrived_s=5.1), [view], rng) == Placement(ReplicaId("r"), 1)
+
+
 def test_later_urgent_work_displaces_what_a_share_sent_out_at_once() -> None:
     bench = flooded(slots=1, longest_urgent_s=600)
     replica = replica_of(bench)

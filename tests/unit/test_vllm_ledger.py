@@ -229,7 +229,7 @@ def _of_tenant(r: Request, tenant: str) -> Request:
 def test_a_turn_without_a_step_is_told_if_something_happened_or_all_was_quiet_for_long_in_spite_of_work() -> None:
     ledger = Ledger(CONFIG)
     telling = Telling(ledger, slots_total=2, blocks_total=16, block_size_tokens=4)
-    telling.note(16, 0.0)
+    telling.note(16, 0, 0.0)
     assert not telling.is_due(16, 1000.0), "there is no work"
     assert telling.is_due(15, 0.0), "a block has gone"
     add(ledger, a_request("a"))
@@ -237,9 +237,9 @@ def test_a_turn_without_a_step_is_told_if_something_happened_or_all_was_quiet_fo
     assert telling.is_due(16, QUIET_MAX_S)
     telling.frozen("a", b"handle")
     assert telling.is_due(16, 0.0)
-    assert decode_step(telling.note(16, 0.0)).frozen == (("a", b"handle"),)
+    assert decode_step(telling.note(16, 0, 0.0)).frozen == (("a", b"handle"),)
     assert not telling.is_due(16, 0.0)
-    assert decode_step(telling.note(16, 0.0)).frozen == (), "once"
+    assert decode_step(telling.note(16, 0, 0.0)).frozen == (), "once"
 
 
 def test_notes_come_back_as_they_went() -> None:

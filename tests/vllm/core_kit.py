@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from cluster.config import EngineConfig
+from cluster.engine.prefix import numbers_of
 from cluster.engine.vllm.build import engine_arguments
 from cluster.engine.vllm.scheduler import ForebayScheduler
 from cluster.engine.vllm.translate import core_request
@@ -166,6 +167,10 @@ class Core:
         """Those of which nothing is on its way any more, as a note said, with the KV connector's handle."""
         self.ran: dict[str, int] = {}
         """Tokens of each request in the step that was scheduled last."""
+        self.held: set[int] = set()
+        """Of the blocks in its prefix cache, the sum of what the notes of its steps said."""
+        self.cached: dict[str, int] = {}
+        """Tokens of each request that were found in the prefix cache."""
         self.cleared: set[int] = set()
         """Blocks that some step was told to clear first."""
         self.slots = config.slots
@@ -232,10 +237,16 @@ class Core:
         for output in (output for of_client in by_client.values() for output in of_client.outputs):
             if output.request_id == STEP_NOTE_ID:
                 self._read(output.kv_transfer_params[NOTE_KEY])
+                assert self.note is not None
+                if self.note.prefixes is not None:
+                    self.held.difference_update(numbers_of(self.note.prefixes.gone))
+                    self.held.update(numbers_of(self.note.prefixes.held))
                 continue
             assert output.request_id not in self.ended, "something came after the end"
             assert output.request_id not in self.frozen, "something came after it was said to be frozen"
             self.outputs[output.request_id].extend(output.new_token_ids)
+            if output.prefill_stats is not None:
+                self.cached[output.request_id] = output.prefill_stats.num_local_cached_tokens
             if output.finish_reason is not None:
                 self.ended.add(output.request_id)
 

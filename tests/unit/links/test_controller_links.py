@@ -13,15 +13,20 @@ import pytest
 from cluster.clock import SystemClock
 from cluster.config import TransportConfig
 from cluster.messages import (
+    BandDemand,
     ClusterStatus,
     FromController,
+    Gate,
+    Gates,
     Granted,
     ReplicaHere,
     ReplicaStatus,
     Roster,
     RosterEntry,
+    RouterDemand,
     StatusRequest,
     ToController,
+    Waiter,
     Welcome,
 )
 from cluster.types import EngineLoad, Generation, ReplicaId, ReplicaReport, ReplicaState
@@ -64,6 +69,7 @@ class Peer:
     place: Place
     role: str
     generation: Generation | None = None
+    name: str = ""
     heard: asyncio.Queue[FromController] = field(default_factory=asyncio.Queue)
     ups: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
 
@@ -73,7 +79,11 @@ class Peer:
 
     def _identity(self, seen: Generation | None) -> Identity:
         return Identity(
-            self.role, f"{self.role}-1", SECRET, generation=self.generation, controller_generation_seen=seen
+            self.role,
+            self.name or f"{self.role}-1",
+            SECRET,
+            generation=self.generation,
+            controller_generation_seen=seen,
         )
 
     def _up(self) -> None:
@@ -217,3 +227,41 @@ async def test_without_a_controller_a_link_keeps_trying_and_says_so(place: Place
     assert await peer.ups.get() == 1
     assert peer.link.send(StatusRequest(ask_id=1)) is True
     assert (await heard(peer, ClusterStatus)).ask_id == 1
+
+
+URGENT = RouterDemand(
+    model="m",
+    number=1,
+    bands=(BandDemand(10, 1, 0, 0.0),),
+    heads=(Waiter("t", 0.0, 0.0, 1.0, 8.0),),
+    first_for_s=0.0,
+    blocked=False,
+    held_s=0.0,
+    sent_per_s=0.0,
+    sent_service=0.0,
+    open_service=0.0,
+    service=(),
+)
+
+
+async def test_what_waits_on_one_router_shuts_the_others_until_that_router_is_gone(place: Place) -> None:
+    await place.start()
+    busy, idle = Peer(place, "router", name="busy"), Peer(place, "router", name="idle")
+    await busy.ups.get()
+    await idle.ups.get()
+    await heard(idle, Roster, lambda _: True)
+    busy.link.send(URGENT)
+    assert (await heard(idle, Gates, lambda gates: gates.gate)).gate == Gate(10, 0)
+    assert busy.link._link is not None
+    busy.link._link.abort("gone")
+    assert (await heard(idle, Gates, lambda gates: gates.gate is None)).gate is None
+
+
+async def test_a_demand_that_is_not_renewed_shuts_nobody_for_long(place: Place) -> None:
+    await place.start()
+    busy, idle = Peer(place, "router", name="busy"), Peer(place, "router", name="idle")
+    await busy.ups.get()
+    await idle.ups.get()
+    busy.link.send(URGENT)
+    await heard(idle, Gates, lambda gates: gates.gate)
+    assert (await asyncio.wait_for(heard(idle, Gates, lambda gates: gates.gate is None), 10)).gate is None

@@ -40,6 +40,19 @@ def test_a_resend_starts_at_the_index_asked_for_and_repeats_the_finish() -> None
     assert outbox.take() == (delta(3, "", FinishReason.LENGTH),)
 
 
+def test_what_was_cached_of_a_prompt_leaves_with_the_first_token_whenever_that_is_sent_and_with_no_other() -> None:
+    outbox = Outbox(1000)
+    outbox.open(A, 1, 5)
+    outbox.record(msgspec.structs.replace(delta(5, "a"), cached_tokens=32))
+    outbox.record(delta(6, "b"))
+    assert [d.cached_tokens for d in outbox.take()] == [32]
+    outbox.record(delta(7, "c"))
+    assert [d.cached_tokens for d in outbox.take()] == [0]
+    for index, cached in ((5, 32), (6, 0)):
+        assert outbox.rewind(A, 1, index)
+        assert [d.cached_tokens for d in outbox.take()] == [cached]
+
+
 @pytest.mark.parametrize(("attempt", "index"), [(2, 0), (1, 4), (1, -1)])
 def test_what_was_never_made_cannot_be_sent_again(attempt: int, index: int) -> None:
     outbox = Outbox(1000)

@@ -13,12 +13,15 @@ import pytest
 
 from cluster.clock import SystemClock
 from cluster.config import TransportConfig
+from cluster.engine.prefix import numbers_of, told_of
 from cluster.messages import RosterEntry, StepFrame, ToReplica
 from cluster.ports import EngineProgress, MovesPort, ReplicaPort, StepResult
 from cluster.types import (
     EngineLoad,
     FinishReason,
     Generation,
+    Preempted,
+    PrefixChange,
     RefusalReason,
     ReplicaId,
     ReplicaReport,
@@ -77,9 +80,12 @@ class PlayedEngine:
     def stop(self) -> None:
         pass
 
-    def step(self, *deltas: TokenDelta, **changes: int) -> None:
+    def step(self, *deltas: TokenDelta, prefixes: PrefixChange | None = None, **changes: int) -> None:
         self.load = msgspec.structs.replace(self.load, steps_total=self.load.steps_total + 1, **changes)
-        self._on_result(StepResult(load=self.load, deltas=deltas))
+        self._on_result(StepResult(load=self.load, deltas=deltas, prefixes=prefixes))
+
+    def preempt(self, *preempted: Preempted) -> None:
+        self._on_result(StepResult(load=self.load, preempted=preempted))
 
 
 @dataclass
@@ -184,6 +190,24 @@ async def test_all_tokens_of_a_step_for_one_router_leave_in_one_frame_with_the_l
     assert (frame.report.load.blocks_free, frame.report.applied_sequence) == (7, 64)
 
 
+@pytest.mark.parametrize(("period_s", "steps"), [(1e-9, [1, 1, 2]), (3600.0, [1, 2])], ids=["after it", "within it"])
+async def test_a_report_leaves_every_period_but_to_whom_a_frame_has_just_left(
+    make: Make, period_s: float, steps: list[int]
+) -> None:
+    world = await make(report_period_s=period_s)
+    router, link = await world.router()
+    link.add(request("a"), 0)
+    await world.told("add", "a", 0)
+    world.engine.step(tokens("a", 0, 1))
+    first = await router.until(lambda frame: frame.deltas)
+    world.server.tick()
+    world.engine.step(tokens("a", 1, 1))
+    frames = [first]
+    while frames[-1].deltas == first.deltas or not frames[-1].deltas:
+        frames.append(await router.frames.get())
+    assert [frame.report.load.steps_total for frame in frames] == steps
+
+
 async def test_each_router_gets_its_own_tokens_and_both_get_the_load(make: Make) -> None:
     world = await make()
     first, first_link = await world.router("a")
@@ -242,6 +266,41 @@ async def test_a_router_that_comes_back_goes_on_from_the_token_it_asks_for(make:
             received[d.index - 1 :] = d.token_ids
     assert received == [1, 2, 3, 4]
     assert ("abort", "x", 0) not in world.engine.told
+
+
+async def test_each_link_is_told_of_the_prefix_cache_afresh_and_then_of_its_changes(make: Make) -> None:
+    """Of 3,000 blocks and of what came and went before and since, for two routers of which one loses its link."""
+    world = await make(report_period_s=1e-9)
+    blocks = list(range(3000))
+    world.engine.step(prefixes=PrefixChange(told_of(blocks)))
+    world.engine.step(prefixes=PrefixChange(told_of([5000]), told_of(blocks[:10])))
+    held = {*blocks[10:], 5000}
+
+    async def hears(router: Router, known: set[int] | None) -> set[int]:
+        """What it knows once that is as much as there is."""
+        async with asyncio.timeout(10):
+            while known is None or len(known) != len(held):
+                change = (await router.until(lambda f: f.prefixes is not None)).prefixes
+                assert change is not None
+                assert change.afresh is (known is None)
+                known = (known or set()).difference(numbers_of(change.gone)).union(numbers_of(change.held))
+                world.server.tick()
+        return known
+
+    quick, _ = await world.router("quick")
+    cut, link = await world.router("cut")
+    known = await hears(quick, None)
+    assert known == held
+    assert await hears(cut, None) == held
+    assert link._link is not None
+    link._link.abort("cable pulled")
+    assert await cut.event() == "down"
+    cut.frames = asyncio.Queue()
+    world.engine.step(prefixes=PrefixChange(told_of([7000, 7001]), told_of([5000])))
+    held = held - {5000} | {7000, 7001}
+    assert await hears(quick, known) == held
+    assert await cut.event() == "up"
+    assert await hears(cut, None) == held
 
 
 async def test_an_attempt_that_never_arrived_is_refused_when_asked_for(make: Make) -> None:
@@ -345,6 +404,22 @@ async def test_draining_refuses_new_work_and_waits_for_the_old(make: Make) -> No
     assert (await router.until(lambda f: f.deltas)).deltas[0].finish is FinishReason.STOP
 
 
+async def test_work_handed_back_is_refused_by_name_after_all_that_was_made_of_it(make: Make) -> None:
+    world = await make()
+    router, link = await world.router()
+    link.add(request("long"), 0)
+    await world.told("add", "long", 0)
+    drained = asyncio.create_task(world.server.drain())
+    await router.until(lambda f: f.report.state is ReplicaState.DRAINING)
+    world.engine.step(tokens("long", 0, 3))
+    await router.until(lambda f: f.deltas)
+    world.server.hand_back()
+    (refusal,) = (await router.until(lambda f: f.refusals)).refusals
+    assert (refusal.request_id, refusal.attempt, refusal.reason) == ("long", 0, RefusalReason.DRAINING)
+    await world.told("abort", "long", 0)
+    await asyncio.wait_for(drained, 5)
+
+
 async def test_a_replica_whose_listener_is_gone_is_lost_once_and_last(make: Make) -> None:
     world = await make()
     router, _ = await world.router()
@@ -366,3 +441,29 @@ async def test_another_incarnation_on_the_same_port_is_not_taken_for_the_old(mak
     event, why = await router.events.get()
     assert event == "lost"
     assert "generation 5" in why
+
+
+async def test_what_a_minimum_share_sent_is_told_to_the_other_routers_until_it_has_ended_or_is_preempted(
+    make: Make,
+) -> None:
+    world = await make()
+    first, link = await world.router("router-1")
+    second, _ = await world.router("router-2")
+    for name in ("ends", "preempted"):
+        link.add(request(name), 0, shared=True)
+    link.add(request("ordinary"), 0)
+    await world.told("add", "ordinary", 0)
+    world.engine.step()
+    told = await second.until(lambda frame: len(frame.report.shared) == 2)
+    assert [work.priority for work in told.report.shared] == [0, 0]
+    assert all(work.age_s >= 0 for work in told.report.shared)
+    assert not (await first.until(lambda frame: True)).report.shared, "its own it knows"
+    world.engine.preempt(Preempted(RequestId("preempted"), 0, None, 1, 0))
+    await second.until(lambda frame: len(frame.report.shared) == 1)
+    world.engine.step(TokenDelta(RequestId("preempted"), 0, 0, (1,), ("x",)))
+    await second.until(lambda frame: len(frame.report.shared) == 2)
+    world.engine.step(
+        TokenDelta(RequestId("ends"), 0, 0, (1,), ("x",), FinishReason.LENGTH),
+        TokenDelta(RequestId("preempted"), 0, 1, (1,), ("x",), FinishReason.LENGTH),
+    )
+    await second.until(lambda frame: not frame.report.shared)

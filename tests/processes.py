@@ -1,0 +1,174 @@
+"""The line as production has it, less Ray: controller, routers and replicas are processes that a test starts and kills.
+
+Owns: starting and ending them, and what a test does to one. What runs in them is tests/process_parts.py and, for a router,
+ops/bench/router_ours.py. Invariants: no process outlives its cluster; a test ends none but these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+
+from cluster.metrics import REPLICAS_READY, Metric
+from cluster.model import ModelFolder
+from deployments.settings import Instance, Profile
+from ops.bench.router_run import Part
+from ops.bench.router_wire import Listening
+from tests.line import read_metric, until
+from tests.process_parts import Freeze, Hold, Told
+
+START_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 10.0
+
+_listening = msgspec.json.Decoder(Listening).decode
+_told = msgspec.json.Decoder(Told).decode
+
+
+class Process(Part):
+    """One of them."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def begun(self) -> Listening:
+        """Wait until it can be used."""
+        return await asyncio.to_thread(self.hear, _listening, START_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it has ended."""
+        self._process.kill()
+        self._process.wait()
+
+    async def ended(self) -> None:
+        """Wait until it has ended, by itself or by another."""
+        fd = os.pidfd_open(self.pid)
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(fd, over.set)
+        try:
+            await over.wait()
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+
+
+class ReplicaPart(Process):
+    """A replica. `replica_id` is what routers know it by."""
+
+    def __init__(self, replica_id: str, command: Sequence[str]) -> None:
+        super().__init__(replica_id, command)
+        self.replica_id = replica_id
+
+    async def hold(self, tokens: int | None) -> None:
+        """No sequence gets longer than that; see `process_parts.Hold`."""
+        await self._told(Hold(tokens))
+
+    async def freeze(self) -> None:
+        """Returns when it has stopped. Something must run on it."""
+        await self._told(Freeze())
+
+        async def status() -> str:
+            return psutil.Process(self.pid).status()
+
+        await until(status, psutil.STATUS_STOPPED.__eq__, within_s=ANSWER_TIMEOUT_S)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    async def _told(self, what: Told) -> None:
+        self.tell(what)
+        assert await asyncio.to_thread(self.hear, _told, ANSWER_TIMEOUT_S) == what
+
+
+class Cluster:
+    """A running line. `client` asks its first router."""
+
+    def __init__(self, instance_file: Path, step_s: float, stack: contextlib.AsyncExitStack) -> None:
+        self._instance_file = str(instance_file)
+        self._step_s = step_s
+        self._stack = stack
+        self._controller_port = 0
+        self._replicas_made = 0
+        self.replicas: list[ReplicaPart] = []
+        """Those that run, the oldest first."""
+        self.routers: list[Process] = []
+        self.urls: list[str] = []
+        self.client: httpx.AsyncClient
+        self.controller: Process
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    async def start(self, replicas: int, routers: int) -> None:
+        role = ("controller", self._instance_file)
+        self.controller = Process("controller", self.command("tests.process_parts", *role))
+        self._stack.callback(self.controller.close)
+        (self._controller_port,) = (await self.controller.begun()).ports
+        for number in range(routers):
+            command = self.command("ops.bench.router_ours", self._instance_file, str(self._controller_port))
+            self.routers.append(Process(f"router-{number}", command))
+            self._stack.callback(self.routers[-1].close)
+        await asyncio.gather(*(self.start_replica() for _ in range(replicas)))
+        for router in self.routers:
+            (port,) = (await router.begun()).ports
+            self.urls.append(f"http://127.0.0.1:{port}")
+        self.client = await self._stack.enter_async_context(client_of(self.url))
+        await self.until_ready(replicas)
+
+    async def start_replica(self) -> ReplicaPart:
+        """One more; routers meet it in a moment (`until_ready`)."""
+        replica_id, self._replicas_made = f"replica-{self._replicas_made}", self._replicas_made + 1
+        role = ("replica", self._instance_file, str(self._controller_port), replica_id, str(self._step_s * 1000))
+        replica = ReplicaPart(replica_id, self.command("tests.process_parts", *role))
+        self._stack.callback(replica.close)
+        await replica.begun()
+        self.replicas.append(replica)
+        return replica
+
+    def kill(self, replica: ReplicaPart) -> None:
+        self.replicas.remove(replica)
+        replica.kill()
+
+    async def until_ready(self, replicas: int, within_s: float = 30.0) -> float:
+        """Wait until the first router uses so many replicas; returns after how many seconds."""
+        _, waited_s = await until(lambda: self.metric(REPLICAS_READY), float(replicas).__eq__, within_s)
+        return waited_s
+
+    async def metric(self, metric: Metric, **labels: str) -> float:
+        return await read_metric(self.client, metric, **labels)
+
+    @staticmethod
+    def command(module: str, *arguments: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", module, *arguments)
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    """As many connections as are asked for, without the second that reading certificates takes."""
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=120, limits=limits, verify=False)
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
+    model: ModelFolder, profile: Profile, folder: Path, *, step_s: float, replicas: int = 2, routers: int = 1
+) -> AsyncIterator[Cluster]:
+    """Start `profile`, whose one model is `model`, with steps of `step_s`; its secret is kept in `folder`."""
+    secret_path, instance_file = folder / "secret", folder / "instance.json"
+    secret_path.write_text("0123456789abcdef" * 4)
+    profile = profile.model_copy(update={"router": profile.router.model_copy(update={"port": 0})})
+    instance = Instance(profile=profile, model_folders=(model.path,), secret_path=secret_path)
+    instance_file.write_text(instance.model_dump_json())
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = Cluster(instance_file, step_s, stack)
+        await cluster.start(replicas, routers)
+        yield cluster
