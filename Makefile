@@ -137,21 +137,29 @@ $(VLLM)/python:
 $(ROUTERS)/python:
 	$(call MAKE_VENV,.venv-routers,[1/2])
 
-# Reads pip's output and shows one line of it on a terminal, a line for every 40 packages elsewhere.
-# $(1): the file that names the packages
+# Reads pip's output and shows one line of it on a terminal, a line for every 40 packages elsewhere. While pip unpacks,
+# which it does in silence, the packages are counted that are there.
+# $(1): the file that names the packages; $(2): the environment's folder
 define PROGRESS
 { count=0; total=$$(grep -c == $(1)); \
+  unpacked() { while sleep 5; do \
+    done=$$(find $(2)/lib/python3.11/site-packages -maxdepth 1 -name '*.dist-info' | wc -l); \
+    done=$$((done < total ? done : total)); \
+    if [ -t 1 ]; then printf '\r\033[K      %s' "unpacked $$done of $$total"; else echo "      unpacked $$done of $$total"; fi; \
+  done; }; \
   while IFS= read -r line; do case $$line in \
     Collecting*|Processing*) count=$$((count + 1)); name=$${line#* }; name=$${name%% *}; \
       if [ -t 1 ]; then printf '\r\033[K      %s' "$$count of $$total: $${name##*/}"; \
       elif ((count % 40 == 0)); then echo "      $$count of $$total"; fi;; \
-    Installing*) if [ -t 1 ]; then printf '\r\033[K'; fi; echo '      all fetched; unpacking';; \
+    Installing*) if [ -t 1 ]; then printf '\r\033[K'; fi; echo '      all fetched; unpacking'; \
+      unpacked & trap "kill $$!" EXIT;; \
+    Successfully*) if [ -t 1 ]; then printf '\r\033[K'; fi;; \
   esac; done; }
 endef
 
 $(INSTALLED): requirements.lock pyproject.toml | $(BIN)/python
 	@echo '[2/4] Installing the packages of requirements.lock (a minute or two)'
-	@PYTHONUNBUFFERED=1 $(PIP) install --no-deps --require-hashes -r requirements.lock | $(call PROGRESS,requirements.lock)
+	@PYTHONUNBUFFERED=1 $(PIP) install --no-deps --require-hashes -r requirements.lock | $(call PROGRESS,requirements.lock,.venv)
 	@echo '[3/4] Installing $(TORCH)'
 	@$(PIP) install --quiet $(TORCH)
 	@echo '[4/4] Installing Forebay itself'
@@ -163,7 +171,7 @@ $(VLLM_INSTALLED): $(VLLM_PINS) pyproject.toml | $(VLLM)/python
 	@echo '[2/4] Installing $(TORCH)'
 	@$(VLLM_PIP) install --quiet $(TORCH)
 	@echo '[3/4] Installing the packages of $(VLLM_PINS) (a minute or two)'
-	@PYTHONUNBUFFERED=1 $(VLLM_PIP) install --no-deps -r $(VLLM_PINS) | $(call PROGRESS,$(VLLM_PINS))
+	@PYTHONUNBUFFERED=1 $(VLLM_PIP) install --no-deps -r $(VLLM_PINS) | $(call PROGRESS,$(VLLM_PINS),.venv-vllm)
 	@echo '[4/4] Installing Forebay itself'
 	@$(VLLM_PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@$(VLLM)/python -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("vllm") and u.find_spec("ray")))'

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from deployments.instances import running_instances
 from deployments.settings import Environment
-from deployments.up import running_instances
 from ops.errors import CommandError
 
 _TIMEOUT_S = 5.0

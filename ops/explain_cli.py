@@ -67,12 +67,13 @@ def _facts(said: dict[str, Any]) -> list[tuple[str, str]]:
     elif said.get("replica"):
         state += f" on {said['replica']}"
     waited, first = (_milliseconds(said.get(name)) for name in ("queue_wait_ms", "ttft_ms"))
+    cached = f" ({said['cached_tokens']:,} cached)" if said.get("cached_tokens") else ""
     facts = [
         ("request", said["request_id"]),
         ("tenant", said["tenant"]),
         ("class", f"{said['priority_class']} (priority {said['priority']})"),
         ("state", state),
-        ("tokens", f"{said['prompt_tokens']:,} in the prompt, {said['output_tokens']:,} out"),
+        ("tokens", f"{said['prompt_tokens']:,} in the prompt{cached}, {said['output_tokens']:,} out"),
         ("attempts", f"{said['attempts']}, preempted {said.get('preemptions', 0)} times"),
         ("times", f"age {_milliseconds(said['age_ms'])}, in the queue {waited}, first token after {first}"),
     ]

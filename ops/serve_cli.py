@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,10 +19,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cluster.config import Auth
-from deployments.settings import UsageError, load_profile
-from deployments.up import InterruptedBySignalError, LocalInstance, open_model, preflight
+from deployments.checks import find_models, preflight
+from deployments.settings import ServedModel, UsageError, load_profile
+from deployments.up import InterruptedBySignalError, LocalInstance
 from ops.endpoint import ask, read_environment
 from ops.errors import CommandError
 from ops.report import console
@@ -33,12 +35,8 @@ class DTypeName(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-def _ignore(detail: str) -> None:
-    del detail
-
-
 class PhaseProgress:
-    """Shows each phase with its time: a spinner on a terminal, two plain lines elsewhere."""
+    """Shows each phase with its time: a spinner on a terminal, plain lines elsewhere, one more for each new detail."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,8 +50,19 @@ class PhaseProgress:
                 yield lambda detail: status.update(f"{name}: {detail}")
         else:
             self._console.print(f"{name} …")
-            yield _ignore
+            yield self._line_for_each_change()
         self._console.print(f"[green]✓[/] {name} [dim]{time.monotonic() - started:.1f} s[/]")
+
+    def _line_for_each_change(self) -> Callable[[str], None]:
+        said = ""
+
+        def show(detail: str) -> None:
+            nonlocal said
+            if detail != said:
+                said = detail
+                self._console.print(f"  {detail}", highlight=False)
+
+        return show
 
 
 def serve(
@@ -82,11 +91,11 @@ def serve(
     try:
         environment = read_environment()
         settings = load_profile(profile, {key: value for key, value in wanted.items() if value is not None})
-        folder = open_model(settings, environment)
-        preflight(settings, folder)
+        models = find_models(settings, environment)
+        preflight(settings, models, environment)
     except UsageError as error:
         raise CommandError(str(error)) from error
-    with LocalInstance(settings, folder, environment) as instance:
+    with LocalInstance(settings, models, environment) as instance:
         try:
             instance.start(progress)
         except InterruptedBySignalError:
@@ -96,8 +105,7 @@ def serve(
             raise CommandError(str(error)) from error
         except RuntimeError as error:
             raise CommandError(str(error), exit_code=1) from error
-        what = f"{counted(settings.replicas, 'replica')}, engine {settings.engine.kind}, {settings.engine.dtype}"
-        _announce(out, instance.url, folder.name, what, started, keys=settings.router.auth is Auth.KEYS)
+        _announce(out, instance.urls, models, started, keys=settings.router.auth is Auth.KEYS)
         try:
             instance.run()
             instance.finish(progress)
@@ -114,24 +122,32 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _announce(out: Console, url: str, model: str, what: str, started: float, *, keys: bool) -> None:
+def _announce(out: Console, urls: Sequence[str], models: Sequence[ServedModel], started: float, *, keys: bool) -> None:
     body = json.dumps(
         {
-            "model": model,
+            "model": models[0].name,
             "stream": True,
             "max_tokens": 60,
             "messages": [{"role": "user", "content": "Why is the sky blue?"}],
         }
     )
     ready_s = time.monotonic() - started
+    serves = ", ".join(f"{model.name} ({_made_of(model)})" for model in models)
     out.print(
-        f"\n[bold]Forebay[/] serves {model} at [bold]{url}[/] ({what}), ready in {ready_s:.1f} s\n", soft_wrap=True
+        f"\n[bold]Forebay[/] serves {serves} at [bold]{', '.join(urls)}[/], ready in {ready_s:.1f} s\n",
+        soft_wrap=True,
+        highlight=False,
     )
     # Neither wrapped nor marked up: a person copies it.
     key = ' -H "authorization: Bearer $FOREBAY_API_KEY"' if keys else ""
-    command = f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n    -d '{body}'\n"
+    command = f"  curl -N {urls[0]}/v1/chat/completions -H 'content-type: application/json'{key} \\\n    -d '{body}'\n"
     out.print(command, soft_wrap=True, markup=False)
     out.print("Ctrl-C stops it: once, and streams finish first; twice, at once.")
+
+
+def _made_of(model: ServedModel) -> str:
+    config = model.config
+    return f"{counted(config.replicas, 'replica')}, engine {config.engine.kind}, {config.engine.dtype}"
 
 
 def status(
@@ -140,7 +156,7 @@ def status(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the router answered.")] = False,
 ) -> None:
-    """Show a running Forebay: queue by priority, replicas with their load, and the controller."""
+    """Show a running Forebay: queue by model and priority, replicas with their load, and the controller."""
     address, state = ask(url, "/status")
     if as_json:
         json.dump(state, sys.stdout, indent=2)
@@ -151,14 +167,19 @@ def status(
 
 def _show(out: Console, address: str, state: dict[str, Any]) -> None:
     cluster = state["cluster"]
-    out.print(f"[bold]Router[/] {address}: {'ready' if state['router']['ready'] else '[red]not ready[/]'}")
-    bands = Table("class", "priority", "queued", "running", box=None, pad_edge=False)
-    for column in bands.columns[1:]:
+    out.print(f"[bold]Router[/] {address}: {_ready(state['router'])}")
+    bands = Table("model", "class", "priority", "queued", "running", box=None, pad_edge=False)
+    for column in bands.columns[2:]:
         column.justify = "right"
-    for band in state["router"]["bands"]:
-        bands.add_row(
-            band["priority_class"], str(band["priority"]), str(band["queued_requests"]), str(band["running_requests"])
-        )
+    for model in state["router"]["models"]:
+        if model["ready"] != state["router"]["ready"]:
+            out.print(f"  {model['model']}: {_ready(model)}", highlight=False)
+        for replica in model["unroutable"]:
+            why = replica["why"].replace("_", " ")
+            out.print(f"  {model['model']}: nothing new is sent to {replica['replica_id']}: {why}", highlight=False)
+        for band in model["bands"]:
+            figures = (str(band[name]) for name in ("priority", "queued_requests", "running_requests"))
+            bands.add_row(Text(model["model"]), band["priority_class"], *figures)
     if bands.row_count:
         out.print(bands)
     else:
@@ -172,11 +193,18 @@ def _show(out: Console, address: str, state: dict[str, Any]) -> None:
         f"{counted(len(cluster['replicas']), 'replica')}, {counted(len(cluster['routers']), 'router')}",
         highlight=False,
     )
+    for router in cluster["routers"]:
+        out.print(f"  router {router['url'] or '(stands by)'}, pid {router['pid']}", highlight=False)
     out.print(_replica_table(cluster["replicas"]))
+
+
+def _ready(part: dict[str, Any]) -> str:
+    return "ready" if part["ready"] else "[red]not ready[/]"
 
 
 def _replica_table(replicas: list[dict[str, Any]]) -> Table:
     table = Table(
+        "model",
         "replica",
         "pid",
         "state",
@@ -190,11 +218,12 @@ def _replica_table(replicas: list[dict[str, Any]]) -> Table:
         box=None,
         pad_edge=False,
     )
-    for column in table.columns[3:]:
+    for column in table.columns[4:]:
         column.justify = "right"
     for replica in replicas:
         report = replica["report"]
-        cells = [replica["entry"]["replica_id"], str(replica["pid"])]
+        entry = replica["entry"]
+        cells = (Text(entry["model"]), entry["replica_id"], str(replica["pid"]))
         if report is None:
             table.add_row(*cells, "[yellow]no report yet[/]")
             continue

@@ -9,16 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from tokenizers import Tokenizer, decoders, models
-
 from cluster.config import BatchingMode, EngineConfig, Order
 from cluster.engine.engine import Engine
 from cluster.engine.scheduling.plan import Cost
-from cluster.engine.text import TextCodec
 from cluster.types import Request, RequestId, Sampling
 from ops.bench.batching_loop import Extent, Measured, MeteredBackend, Mode, Setting, saturate
 from ops.bench.lengths import conversation_lengths, shuffled_lengths
-from ops.sim.backend import END_TOKEN, ModelledBackend, prompt_for
+from ops.sim.backend import END_TOKEN, ModelledBackend, no_text, prompt_for
 from ops.sim.step_time import a100
 
 MODEL = "llama-2-7b"
@@ -57,10 +54,7 @@ def run_modelled(
     )
     backend = ModelledBackend(times, longest_output, padded=padded and pad_contexts)
     meter = MeteredBackend(backend)
-    # Nobody reads the text: a tokenizer that knows no token gives none.
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.decoder = decoders.ByteLevel()
-    engine = Engine(config, meter, TextCodec(tokenizer), (END_TOKEN,), Cost(PREFILL_TOKEN_S, 1.0))
+    engine = Engine(config, meter, no_text(), (END_TOKEN,), Cost(PREFILL_TOKEN_S, 1.0))
     requests = _requests(seed, longest_output, lambda: backend.now_ms)
     return saturate(engine, meter, requests, setting, extent, lambda: backend.now_ms, show, rectangular=padded)
 

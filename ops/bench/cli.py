@@ -420,6 +420,39 @@ def prefix(
 
 
 @app.command()
+def affinity(
+    requests: Annotated[int, typer.Option(min=100, help="Sent in each of the three runs.")] = 1500,
+    routers: Annotated[int, typer.Option(min=1, help="Between which they are spread.")] = 2,
+    blocks: Annotated[int, typer.Option(min=200, help="KV blocks of each replica; a document has 128.")] = 1500,
+    seed: Annotated[int, typer.Option(metavar="S", help="Draws documents, questions and times.")] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Compare what routers go by when prompts begin alike: what replicas tell of their prefix caches, what each router
+    remembers of its own, or load alone.
+
+    60 documents of 2,048 tokens are asked about, some more often than others, in three replicas whose caches hold half
+    of them. Llama-2-7B on A100s in virtual time, through the real routers and engines. Needs no running server and no
+    model.
+    """
+    from rich.progress import Progress
+
+    from ops.bench.affinity import AffinitySettings, Knowledge, arrivals_of, build_report, repeated_tokens, run
+    from ops.report import check_writable, console, print_rows, write_json
+
+    check_writable(json_file)
+    settings = AffinitySettings(requests=requests, routers=routers, blocks=blocks, seed=seed)
+    arrivals = arrivals_of(settings)
+    errors, runs = console(stderr=True), {}
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        for knowledge in bar.track(Knowledge, description="runs"):
+            runs[knowledge] = run(settings, arrivals, knowledge)
+    report = build_report(runs, repeated_tokens(settings, arrivals), settings)
+    print_rows(console(), report)
+    if json_file is not None:
+        write_json(report, json_file)
+
+
+@app.command()
 def migrate(
     model: ModelOption = None,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",

@@ -29,7 +29,7 @@ from cluster.types import (
     RequestId,
 )
 from ops.report import Report, ReportRow, machine_context
-from router.fairness import FairShares
+from router.bands import FairShares
 from router.fleet import Fleet, New
 from router.queue import BandQueue, Waiting
 from router.routing import Need, Placement
@@ -130,7 +130,7 @@ class _Port:
         self.replica_id = ReplicaId(f"replica-{number:04}")
         self.generation = Generation(1, "bench")
 
-    def add(self, request: Request, attempt: int) -> int:
+    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
         raise NotImplementedError("nothing is sent")
 
     def abort(self, request_id: RequestId, attempt: int) -> None:

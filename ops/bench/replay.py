@@ -6,7 +6,6 @@ pacing, the HTTP, the prompts and the statistics are elsewhere.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from deployments.open_files import allow_many_connections
 from ops.bench.client import Api, Ask, Endpoint
 from ops.bench.open_loop import run_open_loop
 from ops.bench.prompts import CALIBRATION_WORDS, Lexicon, calibrate, calibration_prompt, prompt
@@ -81,7 +81,7 @@ async def replay(planned: Sequence[PlannedRequest], settings: ReplaySettings, pr
         CommandError: nobody answers at the address, or prompts cannot be made to length. A request that fails during
             the replay is an answer, not an error.
     """
-    _allow_many_connections()
+    allow_many_connections()
     endpoint = Endpoint(settings.url, settings.api, settings.timeout_s)
     await endpoint.find_model(settings.model)
     if settings.tokenizer is None:
@@ -260,11 +260,3 @@ def warnings(report: Report, result: ReplayResult) -> list[str]:
     if report.context["output_tokens_counted_by"] == "events":
         lines.append("the server reports no usage: output tokens are events with text, which may hold several")
     return lines
-
-
-def _allow_many_connections() -> None:
-    """Each request is a connection; the usual soft limit of 1,024 files is an accident, not a choice."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

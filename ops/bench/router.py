@@ -35,6 +35,8 @@ class RouterPlan:
     windows: int
     request_s: float
     probes: int
+    open_streams: int
+    """Held open at once, with nothing to say."""
 
     @property
     def half_load(self) -> int:
@@ -44,8 +46,8 @@ class RouterPlan:
 
 def plan(streams: tuple[int, ...], rounds: int, quick: bool) -> RouterPlan:
     if quick:
-        return RouterPlan(streams, 1, warm_s=0.5, windows=2, request_s=1.0, probes=20)
-    return RouterPlan(streams, rounds, warm_s=1.0, windows=5, request_s=3.0, probes=60)
+        return RouterPlan(streams, 1, warm_s=0.5, windows=2, request_s=1.0, probes=20, open_streams=500)
+    return RouterPlan(streams, rounds, warm_s=1.0, windows=5, request_s=3.0, probes=60, open_streams=5000)
 
 
 def parse_against(text: str) -> tuple[str, ...]:
@@ -138,6 +140,11 @@ def singly(measure: Callable[[], Sequence[Counted]], figures: Figures, what: str
     )
 
 
+def open_streams(figures: Figures, count: int, grown_bytes: int) -> None:
+    """Note what so many open streams held."""
+    figures.add(f"open_streams_{count}_kb_each", grown_bytes / count / 1000)
+
+
 def added_ttft(figures: Figures, target: str, direct_ms: Sequence[float], through_ms: Sequence[float]) -> None:
     """Note a round of first tokens: medians of both ways."""
     figures.add(figure(target, "added_ttft_p50_ms"), median(through_ms) - median(direct_ms))
@@ -170,6 +177,8 @@ def _medians(figures: Figures) -> Iterator[ReportRow]:
 def _unit(name: str) -> str:
     if name.endswith("_ms"):
         return "ms"
+    if name.endswith("_kb_each"):
+        return "kB"
     if "per_s" in name:
         return "1/s"
     return "ratio" if "share" in name else "µs"

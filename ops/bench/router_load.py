@@ -22,6 +22,7 @@ import msgspec
 import psutil
 import uvloop
 
+from deployments.open_files import allow_many_connections
 from ops.bench.prompts import WORDS
 from ops.bench.router_wire import (
     MARK,
@@ -31,6 +32,8 @@ from ops.bench.router_wire import (
     Counted,
     Failed,
     Load,
+    Opened,
+    OpenStreams,
     Probed,
     Probes,
     Question,
@@ -54,6 +57,8 @@ SLACK_S = 3.0
 PATIENCE_S = 30.0
 """Longest wait for what should have come by now."""
 PROBE_TOKENS = 2
+FIRST_STREAMS = 50
+"""After these a router has loaded what it loads with its first work."""
 _SHOWN_BYTES = 600
 _EVENT_END = b"\n\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -387,6 +392,25 @@ async def _probes(load: Probes) -> Probed:
     return Probed(tuple(ttft_ms))
 
 
+async def _open_streams(load: OpenStreams) -> Opened:
+    def resident_bytes() -> int:
+        return sum(psutil.Process(pid).memory_info().rss for pid in load.processes)
+
+    maker, before = RequestMaker(load, tokens=PROBE_TOKENS, stream=True), 0
+    for count in (FIRST_STREAMS, load.streams):
+        before = resident_bytes()
+        tally = Tally()
+        streams = await _open(load, count, maker, tally)
+        after = resident_bytes()
+        if tally.open < count:
+            raise LoadError(f"{count - tally.open} of {count} open streams ended")
+        for stream in streams:
+            assert stream.transport is not None
+            stream.transport.abort()
+        await tally.until(open_=0)
+    return Opened(after - before)
+
+
 async def answer_to(question: Question) -> Answer:
     """Do what is asked and say what was measured, or why it could not be."""
     try:
@@ -397,6 +421,8 @@ async def answer_to(question: Question) -> Answer:
                 return await _requests(question)
             case Probes():
                 return await _probes(question)
+            case OpenStreams():
+                return await _open_streams(question)
     except TimeoutError:
         return Failed(f"nothing came for {PATIENCE_S:.0f} s")
     except (LoadError, OSError, msgspec.MsgspecError) as error:
@@ -404,6 +430,7 @@ async def answer_to(question: Question) -> Answer:
 
 
 async def run() -> None:
+    allow_many_connections()
     decode = msgspec.json.Decoder(Question).decode
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
         say(await answer_to(decode(line)))

@@ -28,7 +28,7 @@ from deployments.transport import Acceptor
 from ops.bench.router_mock import every_step
 from ops.bench.router_wire import REPLICAS, STEP_S, Listening, Pace, piece, say
 
-SLOTS = 256
+SLOTS = 1024
 BLOCKS = 65_536
 BLOCK_TOKENS = 16
 PARTS = 8
@@ -54,7 +54,7 @@ class MockEngine:
     """An EnginePort that computes nothing. Lives on the event loop that made it, with no thread of its own."""
 
     def __init__(self, phase_s: float) -> None:
-        self.scattered = False
+        self.pace = Pace()
         self._phase_s = phase_s
         self._running: dict[tuple[RequestId, int], _Running] = {}
         self._new: list[_Running] = []
@@ -92,8 +92,10 @@ class MockEngine:
 
     def _step(self) -> None:
         self._steps += 1
+        if self.pace.idle:
+            return
         running = [one for one in self._running.values() if one.made > len(one.request.emitted_ids)]
-        if not self.scattered:
+        if not self.pace.scattered:
             self._emit(running)
             return
         loop = asyncio.get_running_loop()
@@ -140,6 +142,7 @@ async def run(instance: Instance) -> None:
     async def find() -> tuple[str, int]:
         return address
 
+    (model,) = instance.models().values()
     engines = [MockEngine(number / REPLICAS * STEP_S) for number in range(REPLICAS)]
     replicas = []
     for number, engine in enumerate(engines):
@@ -147,13 +150,13 @@ async def run(instance: Instance) -> None:
         def load(_: ModelFolder, engine: MockEngine = engine) -> EnginePort:
             return engine
 
-        replicas.append(ReplicaProcess(instance, ReplicaId(f"mock-{number}"), find, load, sys.exit))
+        replicas.append(ReplicaProcess(instance, model.folder, ReplicaId(f"mock-{number}"), find, load, sys.exit))
         await replicas[-1].start("127.0.0.1")
     say(Listening((address[1],)))
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
         pace = msgspec.json.decode(line, type=Pace)
         for engine in engines:
-            engine.scattered = pace.scattered
+            engine.pace = pace
         say(pace)
 
 

@@ -37,6 +37,7 @@ from ops.bench.router import (
     Figures,
     RouterPlan,
     added_ttft,
+    open_streams,
     per_request,
     per_token,
     report_rows,
@@ -51,6 +52,8 @@ from ops.bench.router_wire import (
     Failed,
     Line,
     Listening,
+    Opened,
+    OpenStreams,
     Pace,
     Probed,
     Probes,
@@ -187,7 +190,7 @@ class Bench:
         # Without affinity: the chats' common beginning would bring all of them to one replica, and the others take turns.
         router_config = {"port": 0, "affinity_weight": 0.0}
         profile = Profile.model_validate({"served_name": model.name, "replicas": REPLICAS, "router": router_config})
-        instance = Instance(profile=profile, model_folder=model.path, secret_path=secret_path)
+        instance = Instance(profile=profile, model_folders=(model.path,), secret_path=secret_path)
         instance_path = self._folder / "instance.json"
         instance_path.write_text(instance.model_dump_json())
         replicas = self._start("mock replicas", "ops.bench.router_replicas", str(instance_path))
@@ -226,9 +229,9 @@ class Bench:
         assert isinstance(answer, Windows), answer
         return answer.counted
 
-    def scattered(self, yes: bool) -> None:
-        """Whether our replicas' tokens leave in a frame each."""
-        self.ours.source.tell(Pace(yes))
+    def pace(self, pace: Pace) -> None:
+        """Of our replicas."""
+        self.ours.source.tell(pace)
         self.ours.source.hear(_pace, START_TIMEOUT_S)
 
     def requests(self, target: Target, pretokenised: bool, plan: RouterPlan) -> Counted:
@@ -246,6 +249,15 @@ class Bench:
         )
         assert isinstance(answer, Counted), answer
         return answer
+
+    def open_streams(self, count: int) -> int:
+        """What so many hold in our router, in bytes of resident memory."""
+        self.pace(Pace(idle=True))
+        port, pids = self.ours.port, self.ours.router.pids()
+        answer = self.ask(OpenStreams((port,), self._model, self.next_seed(), count, pids))
+        self.pace(Pace())
+        assert isinstance(answer, Opened), answer
+        return answer.grown_bytes
 
     def probes(self, ports: tuple[int, ...], plan: RouterPlan) -> tuple[float, ...]:
         answer = self.ask(Probes(ports, self._model, self.next_seed(), plan.half_load, plan.warm_s, plan.probes))
@@ -312,7 +324,7 @@ def _measure(bench: RouterBench, parts: Bench, errors: Console) -> Figures:
     plan, figures, targets = bench.plan, Figures(), parts.targets
     per_round = len(plan.streams) * len(targets) + 1 + len(targets) + 1 + 1 + len(targets)
     with counting_bar(errors) as bar:
-        task = bar.add_task("", total=plan.rounds * per_round)
+        task = bar.add_task("", total=1 + plan.rounds * per_round)
 
         def begins(what: str) -> None:
             bar.update(task, description=what)
@@ -320,6 +332,9 @@ def _measure(bench: RouterBench, parts: Bench, errors: Console) -> Figures:
         def ended() -> None:
             bar.advance(task)
 
+        begins(f"{OURS}, {plan.open_streams} open streams")
+        open_streams(figures, plan.open_streams, parts.open_streams(plan.open_streams))
+        ended()
         for number in range(plan.rounds):
             # Who goes first changes, so that what slowly changes on the machine changes it for all alike.
             order = targets[number % len(targets) :] + targets[: number % len(targets)]
@@ -333,10 +348,10 @@ def _measure(bench: RouterBench, parts: Bench, errors: Console) -> Figures:
             fewest = plan.streams[0]
             what = f"{OURS}, {fewest} streams, a frame each"
             begins(what)
-            parts.scattered(True)
+            parts.pace(Pace(scattered=True))
             for counted in singly(partial(parts.streams, parts.ours, fewest, plan), figures, what):
                 per_token(figures, OURS, f"own_frames_{fewest}", counted)
-            parts.scattered(False)
+            parts.pace(Pace())
             ended()
             for target in order:
                 begins(f"{target.name}, requests")
@@ -366,6 +381,7 @@ def _context(bench: RouterBench, figures: Figures) -> Context:
         "windows_left_out": figures.windows_left_out,
         "window_s": WINDOW_S,
         "half_load_streams": bench.plan.half_load,
+        "open_streams": bench.plan.open_streams,
         "replicas": REPLICAS,
         "seed": bench.seed,
     }

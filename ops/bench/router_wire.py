@@ -57,9 +57,10 @@ class Listening(Line, frozen=True):
 
 class Pace(Line, frozen=True):
     """To the mock replicas, and back when it is done. `scattered`: each token of a step leaves in a frame of its own, at
-    a time of its own; otherwise all of a step in one frame."""
+    a time of its own; otherwise all of a step in one frame. `idle`: nothing comes after a stream's first token."""
 
-    scattered: bool
+    scattered: bool = False
+    idle: bool = False
 
 
 # --- the load client: answers each question with one line ---
@@ -104,6 +105,13 @@ class Probes(Load, frozen=True):
     probes: int
 
 
+class OpenStreams(Load, frozen=True):
+    """Hold `streams` streams open that have nothing to say after their first token, and see what memory that takes."""
+
+    streams: int
+    processes: tuple[int, ...]
+
+
 class Counted(Line, frozen=True):
     """Of the time measured."""
 
@@ -128,12 +136,17 @@ class Probed(Line, frozen=True):
     """From sending a request to the read that holds its first token."""
 
 
+class Opened(Line, frozen=True):
+    grown_bytes: int
+    """Of resident memory, since the first few streams have come and gone."""
+
+
 class Failed(Line, frozen=True):
     error: str
 
 
-Question = Streams | Requests | Probes
-Answer = Counted | Windows | Probed | Failed
+Question = Streams | Requests | Probes | OpenStreams
+Answer = Counted | Windows | Probed | Opened | Failed
 
 
 def say(line: Line) -> None:

@@ -116,12 +116,15 @@ async def demonstrate(url: str, flex_tokens: int = 120, urgent_tokens: int = 8) 
 
 
 async def _model_and_slots(plain: httpx.AsyncClient) -> tuple[str, int]:
+    """Of the first model that is served."""
     state = (await plain.get("/status")).raise_for_status().json()
-    reports = [r["report"] for r in state["cluster"]["replicas"]] if state["cluster"] else []
+    model = str(state["router"]["models"][0]["model"])
+    replicas = state["cluster"]["replicas"] if state["cluster"] else []
+    reports = [r["report"] for r in replicas if r["entry"]["model"] == model]
     slots = sum(r["load"]["slots_total"] for r in reports if r)
     if not slots:
         raise RuntimeError("no replica has reported yet")
-    return str(state["router"]["model"]), slots
+    return model, slots
 
 
 async def _preemptions(plain: httpx.AsyncClient) -> int:

@@ -1,7 +1,8 @@
 """A backend that computes nothing and knows how long it would have taken.
 
-Owns: the virtual clock of one engine, and the translation of rows into terms of the step-time model. Imports the ports
-and the model of the step times. Invariant: time passes in `run` alone, and depends on the rows and the padding only.
+Owns: the virtual clock of one engine, the translation of rows into terms of the step-time model, and the text of its
+tokens. Imports the engine's text, the ports and the model of the step times. Invariant: time passes in `run` alone, and
+depends on the rows and the padding only.
 
 A sequence's length is in its tokens: the token after `k` is `k - 1`, and 0 ends it. A prompt that ends in the id `n`
 thus has an answer of n tokens, which no planner can know before, wherever it is cut, preempted and computed again.
@@ -11,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenizers import Tokenizer, decoders, models
+
+from cluster.engine.text import TextCodec
 from cluster.ports import Row, RowOutput
 from ops.sim.step_time import Prefill, StepTimes, device_ms, host_ms
 
@@ -21,6 +25,13 @@ FILLER_TOKEN = 1
 def prompt_for(prompt_tokens: int, output_tokens: int) -> tuple[int, ...]:
     """A prompt of so many tokens whose answer has so many, the end token included."""
     return (FILLER_TOKEN,) * (prompt_tokens - 1) + (output_tokens,)
+
+
+def no_text() -> TextCodec:
+    """For an engine whose text nobody reads: a tokenizer that knows no token gives none."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextCodec(tokenizer)
 
 
 class ModelledBackend:
