@@ -7,6 +7,8 @@ Welcome or Rejected; nothing else is decoded before.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from cluster.types import (
@@ -81,6 +83,10 @@ class Add(Message, frozen=True):
     """Rises with each Add of this router, across its links."""
     shared: bool = False
     """A minimum share sends it out, past more urgent work that waits; the other routers are told."""
+    trial: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
+    """It may have killed an engine, and what else may be here meanwhile: a value of `router.suspects.Trial`."""
+    trial_tokens: int = 0
+    """With so many output tokens the trial is over."""
 
 
 class Abort(Message, frozen=True):
@@ -242,6 +248,8 @@ class RouterDemand(Message, frozen=True):
     """Of that, what is open, over the tenants' weights."""
     service: tuple[TenantService, ...]
     """What has changed since it was told last, as much of it as a message may carry."""
+    observed_unix_s: float = 0.0
+    """When it was told, by the clock that `heads` are told by: clocks of several hosts need not agree."""
 
 
 class Gate(msgspec.Struct, frozen=True, array_like=True):

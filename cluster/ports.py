@@ -212,11 +212,14 @@ class ReplicaPort(Protocol):
     @property
     def generation(self) -> Generation: ...
 
-    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
+    def add(
+        self, request: Request, attempt: int, *, shared: bool = False, trial: int = 0, trial_tokens: int = 0
+    ) -> int:
         """Send a request. Returns its sequence number; reports with `applied_sequence` >= it count it.
 
         Args:
             shared: A minimum share sends it out, past more urgent work.
+            trial: A suspect, and what else may be there: `cluster.messages.Add`; until it has `trial_tokens`.
         """
         ...
 
@@ -228,8 +231,12 @@ class ReplicaPort(Protocol):
 class ReplicaListener(Protocol):
     """What the router's core is told by its links, always on its own event loop."""
 
-    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> None:
-        """A replica can be reached, for the first time or again after a break (same generation)."""
+    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> bool:
+        """A replica can be reached, for the first time or again after a break (same generation).
+
+        Returns:
+            False where a later incarnation of it is in use: this one is not listened to, and there is to be no link.
+        """
         ...
 
     def link_down(self, replica_id: ReplicaId, generation: Generation) -> None:

@@ -7,7 +7,7 @@ crosses a socket encodes with msgspec alone, so that no pickle is ever needed.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
 
@@ -131,8 +131,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Where asked for, with the attempt's first delta that says anything: one per prompt token but the first."""
     cached_tokens: int = 0
-    """With the attempt's first delta: tokens of the prompt that were found in the prefix cache, or shared by a sibling,
-    when the attempt was first let in, instead of being computed."""
+    """With the first delta of a request that has had no token before: tokens of its prompt that were found in the prefix
+    cache, or shared by a sibling, when the attempt was first let in, instead of being computed."""
 
 
 class RefusalReason(StrEnum):
@@ -271,6 +271,10 @@ class ReplicaReport(Value, frozen=True):
     """Highest `Add.sequence` of the receiving router that `load` already counts."""
     shared: tuple[SharedWork, ...] = ()
     """Of the other routers, what is here and not preempted."""
+    trial: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
+    """Of the other routers' suspects here, the strictest `router.suspects.Trial`."""
+    others: bool = False
+    """Other routers are linked, or have been a moment ago: what they have just sent, `load` may not count yet."""
 
 
 class Outcome(StrEnum):

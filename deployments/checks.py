@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,8 @@ from deployments.instances import running_instances
 from deployments.settings import Environment, Profile, ServedModel, UsageError, open_keys, open_models
 
 _PORT_TRIES = 100
+_FREE_PORTS = range(20_000, 32_768)
+"""Linux gives out those from 32,768 on, others from 49,152 on."""
 _RAY_BYTES = 1 << 30
 """What Ray's own processes, router and controller take on one machine, rounded up."""
 
@@ -108,14 +111,14 @@ def with_port(profile: Profile) -> Profile:
 
 
 def free_ports(host: str, count: int) -> int:
-    """The first of `count` free ports in a row. Raises UsageError where there are none."""
+    """The first of `count` free ports in a row, of those that no system gives out by itself: until they are taken a minute
+    may pass, in which others connect and listen. Raises UsageError where there are none."""
     for _ in range(_PORT_TRIES):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = 0
-            for number in range(count):
+        first = random.randrange(_FREE_PORTS.start, _FREE_PORTS.stop - count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
                 probe = stack.enter_context(socket.socket(_family(host), socket.SOCK_STREAM))
-                probe.bind((host, first + number))
-                first = first or probe.getsockname()[1]
+                probe.bind((host, port))
             return first
     raise UsageError(f"no {count} free ports in a row on {host}; choose the first of them with PORT=… (--port)")
 

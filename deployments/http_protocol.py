@@ -8,7 +8,8 @@ for the rest of a head. With httptools they also forget to tell a request that i
 pipelined behind it, lose the body of one that offers an upgrade, and take endless heads.
 
 Invariants: one exchange of a connection runs at a time, in the order of their requests; what is not plain HTTP/1.1 is
-refused, behind the answers to what came before it; all that is held for a client has an end, in bytes and in time.
+refused, behind the answers to what came before it; all that is held for a client has an end, in bytes and in time; who
+has only ended its own half of the connection gets its answers, and who has left is noticed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import array
 import asyncio
 import fcntl
 import logging
+import select
 import termios
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -29,6 +31,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from router.asgi import EXCHANGE, Receive, Scope, Send
+from router.completions import LAST_WORD_S
 from router.errors import ErrorBody, error_json
 from router.exchange import MAX_HEADER_BYTES
 
@@ -40,6 +43,11 @@ _HELD_BYTES = 64 * 2**10
 """Of a body that nobody has asked for yet; beyond it, and one read, the client must wait."""
 _PIPELINED_MAX = 16
 """The same for requests behind the one that is answered."""
+_PIECE_BYTES = 4096
+"""Of what was read, taken apart at once: what it can hold of requests, when each is as short as can be, is little."""
+_HALF_CLOSED_S = 0.1
+"""How soon is noticed that one who has ended its half of the connection has left it, from what it was sent."""
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -47,6 +55,31 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".en
 _BODILESS = frozenset({204, 304})
 
 _log = logging.getLogger("uvicorn.error")
+
+
+class ChunkWrites:
+    """The chunks that are written in one pass of the event loop, to whichever clients: they leave at its end.
+
+    Writing a socket takes most of a token's time, and each time its code and ours drive each other out of the caches, and
+    its reader falls asleep and is woken again. So all of ours runs first, and then all of the system's.
+    """
+
+    __slots__ = ("_chunks",)
+
+    def __init__(self) -> None:
+        self._chunks: list[tuple[asyncio.Transport, bytes]] = []
+
+    def add(self, transport: asyncio.Transport, chunk: bytes) -> None:
+        if not self._chunks:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._chunks.append((transport, chunk))
+
+    def flush(self) -> None:
+        """Write what there is."""
+        chunks, self._chunks = self._chunks, []
+        for transport, chunk in chunks:
+            if not transport.is_closing():
+                transport.write(chunk)
 
 
 class Exchange:
@@ -66,6 +99,7 @@ class Exchange:
         "_parts",
         "_transport",
         "_waiter",
+        "_writes",
         "default_headers",
         "gone",
         "held_bytes",
@@ -78,6 +112,7 @@ class Exchange:
         self,
         connection: Connection,
         transport: asyncio.Transport,
+        writes: ChunkWrites,
         scope: Scope,
         *,
         keep_alive: bool,
@@ -88,6 +123,7 @@ class Exchange:
         """Of its answer, before the application's."""
         self._connection = connection
         self._transport = transport
+        self._writes = writes
         self._keep_alive = keep_alive
         self._expects_continue = expects_continue
         self.gone = False
@@ -125,7 +161,7 @@ class Exchange:
             _log.exception("Exception in ASGI application")
         except BaseException:
             self.leave()
-            self._transport.close()
+            self._connection.close()
             raise
         finally:
             self._connection.left()
@@ -133,17 +169,19 @@ class Exchange:
         if not self._complete and not self.gone:
             if not self.response_started or self._head:
                 self._connection.refuse(500, "The server made an error.", "internal_error", "server_error")
-            self._transport.close()
+            self._connection.close()
 
     # --- what the connection says ---
 
     def body_came(self, part: bytes) -> None:
+        self._expects_continue = False
         self._parts.append(part)
         self.held_bytes += len(part)
         self._fresh = True
         self._wake()
 
     def body_ended(self) -> None:
+        self._expects_continue = False
         self.more = False
         self._fresh = True
         self._wake()
@@ -165,6 +203,16 @@ class Exchange:
     def close_after(self) -> None:
         """The answer is its connection's last."""
         self._keep_alive = False
+
+    def probe(self) -> None:
+        """Write what means nothing, which a client that has left resets the connection for: an interim answer, or a zero
+        before the next chunk's size."""
+        if self._connection.write_paused or self.scope["http_version"] != "1.1":
+            return
+        if not self.response_started or self._head:
+            self._transport.write(_CONTINUE)
+        elif self._is_chunked:
+            self._transport.write(b"0")
 
     def _wake(self) -> None:
         waiter = self._waiter
@@ -192,7 +240,7 @@ class Exchange:
             return False
         length = len(head) + len(middle) + len(tail)
         assert length, "an empty chunk is the last one"
-        transport.write(b"%x\r\n%b%b%b\r\n" % (length, head, middle, tail))
+        self._writes.add(transport, b"%x\r\n%b%b%b\r\n" % (length, head, middle, tail))
         return True
 
     # --- ASGI ---
@@ -200,12 +248,13 @@ class Exchange:
     async def receive(self) -> MutableMapping[str, Any]:
         if self._expects_continue and not self.response_started and not self.gone:
             self._expects_continue = False
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._transport.write(_CONTINUE)
         while not (self.gone or self._complete):
+            if not self._fresh:
+                self._connection.read_on()
             if self._fresh:
                 self._fresh = False
                 return {"type": "http.request", "body": self._take_parts(), "more_body": self.more}
-            self._connection.resume_reading()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return {"type": "http.disconnect"}
@@ -233,7 +282,7 @@ class Exchange:
                 length = int(value)
             elif name == b"connection" and value.lower() == b"close":
                 says_close, self._keep_alive = True, False
-        if self._expects_continue:  # it was never told to go on: what it sends next might be either
+        if self._expects_continue:  # it was never told to go on: what it sends next might be its body or not
             self._keep_alive = False
         bodiless = self.scope["method"] == "HEAD" or status in _BODILESS
         if length is None and not bodiless:
@@ -254,7 +303,8 @@ class Exchange:
         self.response_started = True
 
     def _continue(self, body: bytes, *, more: bool) -> None:
-        head, self._head = self._head, b""
+        head = self._head
+        self._writes.flush()  # what was written before goes first
         if self._is_chunked:
             end = b"" if more else b"0\r\n\r\n"
             data = b"%b%x\r\n%b\r\n%b" % (head, len(body), body, end) if body else head + end
@@ -267,6 +317,7 @@ class Exchange:
             if self._left_bytes < 0 or (self._left_bytes and not more):
                 raise RuntimeError("the answer's body is not as long as its head says")
             data = head + body
+        self._head = b""
         if data:
             self._transport.write(data)
         if more:
@@ -274,8 +325,9 @@ class Exchange:
         else:
             self._complete = True
             self._may_write = False
+            self._take_parts()  # nobody will
             if not self._keep_alive:
-                self._transport.close()
+                self._connection.close()
             self._wake()
             self._connection.answered()
 
@@ -296,13 +348,16 @@ class Connection(asyncio.Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         head_timeout_s: float,
+        writes: ChunkWrites,
     ) -> None:
-        """As uvicorn's server makes them; `app_state`, which an application may have from its lifespan, ours has none."""
+        """As uvicorn's server makes them; `app_state`, which an application may have from its lifespan, ours has none.
+        `writes` are of all its connections."""
         del app_state
         self._app = cast(App, config.loaded_app)
         self._loop = _loop or asyncio.get_running_loop()
         self._state = server_state
         self._head_timeout_s = head_timeout_s
+        self._writes = writes
         self.timeout_keep_alive: float = config.timeout_keep_alive
         self._transport: asyncio.Transport
         self._ends: dict[str, Any] = {}
@@ -310,9 +365,10 @@ class Connection(asyncio.Protocol):
         self._parser: Any = httptools.HttpRequestParser(self)
         # The request that comes.
         self._in_head = False
-        self._head_bytes = 0
-        self._has_ended = False
-        """A request has come to its end within this read."""
+        self._unread = b""
+        """What has come and is not taken apart yet, because too much is held that was."""
+        self._idle_bytes = 0
+        """Taken apart since a head ended, or something of a body came, or its end."""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._last: Exchange | None = None
@@ -326,6 +382,8 @@ class Connection(asyncio.Protocol):
         self._closing = False
         # The connection.
         self._reads = True
+        self._is_half_closed = False
+        """The client sends nothing more."""
         self.write_paused = False
         self._drain: asyncio.Future[None] | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -365,11 +423,50 @@ class Connection(asyncio.Protocol):
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None or self._spoilt is not None or self._transport.is_closing():
-            return
-        self._has_ended = False
+        self._unread = self._unread + data if self._unread else data
+        self.read_on()
+
+    def eof_received(self) -> bool:
+        """Answer all that has come whole, if it has not left altogether, which looks the same from here."""
+        self._is_half_closed = True
+        last = self._last
+        if self._in_head or (last is not None and last.more and not last.complete):
+            self._spoil(400, "The request ended before its end.", "invalid_http")
+        if not self._answering or self._transport.is_closing():
+            return False
+        if self._spoilt is None:
+            assert last is not None
+            last.close_after()
+        assert self.cycle is not None
+        self.cycle.probe()
+        self._watch_quiet(_HALF_CLOSED_S)
+        return True
+
+    def read_on(self) -> None:
+        """Take apart what has come, and let more come, as far as it may be held."""
+        at, unread = 0, self._unread
+        while at < len(unread) and not self._is_full:
+            if self._parser is None or self._spoilt is not None or self._transport.is_closing():
+                at = len(unread)
+            else:
+                self._take_apart(unread[at : at + _PIECE_BYTES])
+                at += _PIECE_BYTES
+        self._unread = unread[at:]
+        if self._is_full:
+            self._pause_reading()
+        else:
+            self._resume_reading()
+        self._watch_head()
+
+    @property
+    def _is_full(self) -> bool:
+        last = self._last
+        return len(self._waiting) > _PIPELINED_MAX or (last is not None and last.held_bytes > _HELD_BYTES)
+
+    def _take_apart(self, piece: bytes) -> None:
+        self._idle_bytes += len(piece)
         try:
-            self._feed(data)
+            self._feed(piece)
         except _RefusalError as refusal:
             self._spoil(*refusal.args)
         except httptools.HttpParserError as error:
@@ -382,14 +479,8 @@ class Connection(asyncio.Protocol):
                     400, f"Invalid HTTP request. Its head may have {HEAD_MAX_BYTES} bytes at most.", "invalid_http"
                 )
         else:
-            if self._in_head and not self._has_ended:
-                self._head_bytes += len(data)
-                if self._head_bytes > HEAD_MAX_BYTES:
-                    self._spoil(400, f"The head has more than {HEAD_MAX_BYTES} bytes.", "invalid_http")
-        last = self._last
-        if len(self._waiting) > _PIPELINED_MAX or (last is not None and last.held_bytes > _HELD_BYTES):
-            self._pause_reading()
-        self._watch_head()
+            if self._idle_bytes > HEAD_MAX_BYTES:
+                self._spoil(400, f"More than {HEAD_MAX_BYTES} bytes came of a head, or without a body.", "invalid_http")
 
     def _feed(self, data: bytes) -> None:
         while True:
@@ -428,7 +519,6 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._in_head = True
-        self._head_bytes = 0
         self._url = b""
         self._headers = []
 
@@ -444,6 +534,7 @@ class Connection(asyncio.Protocol):
         if parser.should_upgrade():
             return
         self._in_head = False
+        self._idle_bytes = 0
         version = parser.get_http_version()
         hosts, expects = 0, False
         for name, value in headers:
@@ -453,14 +544,17 @@ class Connection(asyncio.Protocol):
                 if value.lower() != b"chunked" or version != "1.1":
                     raise _RefusalError(501, "Of transfer codings only chunked is known here.", "invalid_http")
             elif name == b"expect":
-                expects = value.lower() == b"100-continue"
+                expects = version == "1.1" and value.lower() == b"100-continue"
         if version not in {"1.0", "1.1"} or hosts > 1 or (hosts == 0 and version == "1.1"):
             raise _RefusalError(400, "A request is HTTP/1.1 with one host header, or HTTP/1.0.", "invalid_http")
+        if self._url[:1] != b"/" and self._url != b"*":
+            raise _RefusalError(400, "A request's target is a path. There is no proxy here.", "invalid_http")
         raw_path, _, query = self._url.partition(b"?")
         path = raw_path.decode("ascii")
         exchange = self._last = Exchange(
             self,
             self._transport,
+            self._writes,
             {
                 **self._ends,
                 "http_version": version,
@@ -482,13 +576,14 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         exchange = self._last
         assert exchange is not None
+        self._idle_bytes = 0
         if not exchange.complete:
             exchange.body_came(body)
 
     def on_message_complete(self) -> None:
         if self._in_head:
             return  # the offer of an upgrade, which is read again
-        self._has_ended = True
+        self._idle_bytes = 0
         assert self._last is not None
         self._last.body_ended()
 
@@ -511,10 +606,9 @@ class Connection(asyncio.Protocol):
             self._start(self._waiting.popleft())
         elif self._spoilt is not None:
             self.refuse(*self._spoilt)
-            self._transport.close()
+            self.close()
             return
-        self.resume_reading()
-        self._watch_head()  # the next one may have begun to come meanwhile
+        self.read_on()  # the next one may have begun to come meanwhile
 
     def left(self) -> None:
         """The application has done with an exchange, in the task that was made for it."""
@@ -534,7 +628,7 @@ class Connection(asyncio.Protocol):
             self._reads = False
             self._transport.pause_reading()
 
-    def resume_reading(self) -> None:
+    def _resume_reading(self) -> None:
         if not self._reads and not self._transport.is_closing():
             self._reads = True
             self._transport.resume_reading()
@@ -547,7 +641,12 @@ class Connection(asyncio.Protocol):
         if self.cycle is not None and self._answering:
             self.cycle.close_after()
         else:
-            self._transport.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close it when what was written has been read, or `LAST_WORD_S` later."""
+        self._quiet_since_s = self._loop.time()
+        self._transport.close()
 
     def _spoil(self, status: int, message: str, code: str) -> None:
         """What comes is no request that can be answered: say so, behind the answers to those that came before."""
@@ -565,7 +664,7 @@ class Connection(asyncio.Protocol):
             last.leave()
         if not begun:
             self.refuse(status, message, code)
-        self._transport.close()
+        self.close()
 
     def refuse(self, status: int, message: str, code: str, kind: str = "invalid_request_error") -> None:
         """Write an answer that no application has made; the connection's last."""
@@ -577,17 +676,31 @@ class Connection(asyncio.Protocol):
         """Hang up on who has been quiet for so long. A request that has come in this very moment, and has not been read,
         is served all the same."""
         quiet_s = self._loop.time() - self._quiet_since_s
-        if self._answering or self._in_head or self._head_timer is not None:
-            self._watch_quiet(self.timeout_keep_alive)
+        after_s = self.timeout_keep_alive
+        if self._transport.is_closing():
+            after_s = LAST_WORD_S - quiet_s
+            if after_s <= 0:
+                self._transport.abort()
+                return
+        elif self._answering:
+            if self._is_half_closed:
+                after_s = _HALF_CLOSED_S
+                if _is_reset(self._transport):
+                    self._transport.abort()
+                    return
+        elif self._in_head or self._head_timer is not None:
+            pass
         elif quiet_s < self.timeout_keep_alive:
-            self._watch_quiet(self.timeout_keep_alive - quiet_s)
-        elif _unread(self._transport):
-            self._watch_quiet(self.timeout_keep_alive)
-        else:
-            self._transport.close()
+            after_s -= quiet_s
+        elif not _unread(self._transport):
+            self.close()
+            after_s = LAST_WORD_S
+        self._watch_quiet(after_s)
 
     def _watch_quiet(self, after_s: float) -> None:
         # One timer for as long as the connection lives: one for each request would cost each request.
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
         self.timeout_keep_alive_task = self._loop.call_later(after_s, self.timeout_keep_alive_handler)
 
     def _watch_head(self) -> None:
@@ -608,7 +721,7 @@ class Connection(asyncio.Protocol):
         self._head_timer = None
         if self._in_head:
             self.refuse(408, f"The request's head did not arrive within {self._head_timeout_s:g} s.", "head_timeout")
-        self._transport.close()
+        self.close()
 
 
 class _RefusalError(Exception):
@@ -617,6 +730,16 @@ class _RefusalError(Exception):
 
 def _address(name: object) -> tuple[str, int] | None:
     return (str(name[0]), int(name[1])) if isinstance(name, (tuple, list)) else None
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the client has taken back its half too. (A transport that has read to the end does not look there.)"""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.fileno() < 0:
+        return False
+    poll = select.poll()
+    poll.register(sock.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def _unread(transport: asyncio.Transport) -> bool:

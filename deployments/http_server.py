@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from deployments.http_protocol import HEAD_TIMEOUT_S, Connection
+from deployments.http_protocol import HEAD_TIMEOUT_S, ChunkWrites, Connection
 
 KEEP_ALIVE_S = 75
 """A connection may be without a request so long, also before its first."""
@@ -21,7 +21,7 @@ def uvicorn_config(app: Any, *, head_timeout_s: float = HEAD_TIMEOUT_S, graceful
     """How an ASGI application is served; `graceful_s` is how long a server that is told to stop waits for exchanges."""
     return uvicorn.Config(
         app,
-        http=partial(Connection, head_timeout_s=head_timeout_s),  # type: ignore[arg-type]
+        http=partial(Connection, head_timeout_s=head_timeout_s, writes=ChunkWrites()),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         proxy_headers=False,  # nothing here asks who the client was

@@ -61,9 +61,11 @@ class ReplicaLink:
 
     # --- ports.ReplicaPort ---
 
-    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
+    def add(
+        self, request: Request, attempt: int, *, shared: bool = False, trial: int = 0, trial_tokens: int = 0
+    ) -> int:
         number = next(self._sequence)
-        self._send(Add(request=request, attempt=attempt, sequence=number, shared=shared))
+        self._send(Add(request, attempt, number, shared, trial, trial_tokens))
         return number
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
@@ -129,9 +131,11 @@ class ReplicaLink:
         if (welcome.sender_id, welcome.generation) != (self.replica_id, self.generation):
             raise RejectedError(f"{welcome.sender_id} of generation {welcome.generation.number} answers there now")
         self._link = link
-        self._reached = True
         # Before the first frame, which may already be in the same read.
-        self._listener.link_up(self, None)
+        if not self._listener.link_up(self, None):
+            self._link = None
+            raise RejectedError(f"generation {self.generation.number} is older than the one in use")
+        self._reached = True
         return self
 
     def close(self) -> None:

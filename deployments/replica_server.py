@@ -5,7 +5,8 @@ Imports `cluster` and the transport; neither Ray nor an engine. Runs on one even
 through `call_soon_threadsafe` alone, once a step.
 
 Invariants: every live attempt belongs to exactly one session; all of a step's tokens for one router leave in one frame;
-a router that is away or slow never delays a step, and its work ends `orphan_after_s` after it was last seen.
+a router that is away or slow never delays a step, and its work ends `orphan_after_s` after it was last seen; beside a
+suspect (router/suspects.py) no other suspect is begun, and beside one that is tried alone nothing is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from cluster.types import (
 from deployments.outbox import AttemptKey, Outbox
 from deployments.prefix_feed import HeldPrefixes, PrefixFeed
 from deployments.transport import Link
+from router.suspects import Trial, may_join
 
 LOG = logging.getLogger("forebay.replica")
 
@@ -44,6 +46,16 @@ _SHARED_TOLD = 64
 """Attempts that minimum shares sent here that a report tells of, the latest."""
 _PREEMPTED_KEPT = 4096
 """Notices of preemption held for a router that does not read; they explain, nothing depends on them."""
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A suspect that is tried here."""
+
+    session: RouterSession
+    trial: Trial
+    tokens: int
+    """With so many output tokens it is over."""
 
 
 @dataclass(slots=True)
@@ -124,6 +136,7 @@ class ReplicaServer:
         self._prefixes = HeldPrefixes()
         self._shared: dict[AttemptKey, _Shared] = {}
         """What a minimum share sent here."""
+        self._tried: dict[AttemptKey, _Tried] = {}
         self._adds_sent = 0
         self._adds_unapplied: deque[tuple[int, RouterSession, int]] = deque()
         """(which add of the engine, session, its sequence) of those that no load has counted yet."""
@@ -156,6 +169,7 @@ class ReplicaServer:
         if session is None:
             outbox, prefixes = Outbox(self._config.outbox_max_bytes), PrefixFeed(self._prefixes)
             session = self._sessions[router_id] = RouterSession(router_id, self, outbox, prefixes)
+            self._flush_all()  # the others know that they are not alone before anything of it runs
         if session.orphan_timer is not None:
             session.orphan_timer.cancel()
             session.orphan_timer = None
@@ -208,9 +222,13 @@ class ReplicaServer:
             return  # a repeat, or an attempt that a later one has replaced
         if latest >= 0:
             self._end_attempt(session, (request.request_id, latest))
-        if self._state is ReplicaState.DRAINING:
-            session.applied_sequence = max(session.applied_sequence, add.sequence)
-            session.refuse(key, RefusalReason.DRAINING)
+        refused = RefusalReason.DRAINING if self._state is ReplicaState.DRAINING else None
+        # Each router sees to that for its own; what another sends at the same moment only the replica knows.
+        if refused is None and not may_join(Trial(add.trial), self._strictest_trial(), occupied=bool(self._owner)):
+            refused = RefusalReason.FULL
+        if refused is not None:
+            self._adds_unapplied.append((self._adds_sent, session, add.sequence))  # counted with those before it
+            session.refuse(key, refused)
             self.flush(session)
             return
         session.latest_attempt[request.request_id] = attempt
@@ -218,10 +236,15 @@ class ReplicaServer:
         self._owner[key] = session
         if add.shared:
             self._shared[key] = _Shared(session, request.priority, self._clock.monotonic())
+        if add.trial:
+            self._tried[key] = _Tried(session, Trial(add.trial), add.trial_tokens)
         self._idle.clear()
         self._adds_sent += 1
         self._adds_unapplied.append((self._adds_sent, session, add.sequence))
         self._engine.add(request, attempt)
+
+    def _strictest_trial(self, but: RouterSession | None = None) -> Trial:
+        return max((t.trial for t in self._tried.values() if t.session is not but), default=Trial.NONE)
 
     def _end_attempt(self, session: RouterSession, key: AttemptKey) -> None:
         session.outbox.forget(*key)
@@ -232,6 +255,7 @@ class ReplicaServer:
     def _released(self, session: RouterSession, key: AttemptKey) -> None:
         """An attempt is over."""
         self._shared.pop(key, None)
+        self._tried.pop(key, None)
         if session.latest_attempt.get(key[0]) == key[1]:
             del session.latest_attempt[key[0]]
         if not self._owner:
@@ -249,6 +273,8 @@ class ReplicaServer:
             session.outbox.record(delta)
             if key in self._shared:
                 self._shared[key].preempted = False
+            if self._tried and (tried := self._tried.get(key)) and delta.index + len(delta.token_ids) >= tried.tokens:
+                del self._tried[key]
             if delta.finish is not None:
                 del self._owner[key]
                 self._released(session, key)
@@ -288,6 +314,8 @@ class ReplicaServer:
             step_age_s=progress.step_age_s,
             applied_sequence=session.applied_sequence if session is not None else 0,
             shared=self._shared_by_others(session) if self._shared else (),
+            trial=self._strictest_trial(session) if self._tried else Trial.NONE,
+            others=len(self._sessions) > 1,
         )
 
     def _shared_by_others(self, session: RouterSession | None) -> tuple[SharedWork, ...]:

@@ -6,6 +6,7 @@ environment and the instances of this machine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -47,8 +48,7 @@ def ask(url: str | None, path: str) -> tuple[str, Any]:
     try:
         answer = httpx.get(f"{address.rstrip('/')}{path}", headers=settings.credentials, timeout=_TIMEOUT_S)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            given = "does not know the key in FOREBAY_API_KEY" if settings.credentials else "asks for a key"
-            raise CommandError(f"{address} {given}: set FOREBAY_API_KEY to one (`forebay keys create`)")
+            raise unauthorized(address, settings.credentials)
         said = answer.json()
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise CommandError(f"{address}: {said['error']['message']}", exit_code=1)
@@ -57,3 +57,9 @@ def ask(url: str | None, path: str) -> tuple[str, Any]:
         why = str(error) or type(error).__name__
         raise CommandError(f"no {what} from {address}; is it running? ({why})") from error
     return address, said
+
+
+def unauthorized(address: str, credentials: Mapping[str, str]) -> CommandError:
+    """What to say where an endpoint answered 401 to these credentials."""
+    given = "does not know the key in FOREBAY_API_KEY" if credentials else "asks for a key"
+    return CommandError(f"{address} {given}: set FOREBAY_API_KEY to one (`forebay keys create`)")

@@ -100,6 +100,9 @@ class Admit:
     """It starts at once; of several the first does."""
 
 
+ADMIT = Admit()
+
+
 @dataclass(frozen=True, slots=True)
 class Queue:
     """It waits behind `ahead_requests`."""
@@ -138,12 +141,13 @@ def decide(facts: RequestFacts, view: AdmissionView, rng: random.Random) -> Admi
         outcome, error, numbers = refused
         numbers |= {"backlog": pace.backlog, "drain_per_s": round(pace.drain_per_s or 0.0, 1)}
         return Reject(outcome, retry_after_s(wait_s, rng), error, numbers)
-    return Admit() if starts else Queue(view.ahead_requests)
+    return ADMIT if starts else Queue(view.ahead_requests)
 
 
-def depends_on_pace(facts: RequestFacts, *, starts: bool) -> bool:
-    """Whether what is decided depends on how the class is being served: not of one that starts and states no time."""
-    return not starts or facts.count > 1 or facts.terms.ttft_slo_s is not None or facts.terms.timeout_s is not None
+def begins_freely(count: int, terms: Terms, *, starts: bool) -> bool:
+    """Whether nothing stands against it but that the router drains, however its class is being served: it is one alone,
+    starts at once and states no time."""
+    return starts and count == 1 and terms.ttft_slo_s is None and terms.timeout_s is None
 
 
 _Refused = tuple[Outcome, str, dict[str, float]]

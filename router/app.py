@@ -32,7 +32,7 @@ from router.exchange import App, HeaderLimits, internal_error
 from router.fields import path_not_offered
 from router.limits import Limiter
 from router.metrics_sink import DoorMetrics
-from router.openai import Api, unknown_model
+from router.openai import Api
 from router.openapi import document
 from router.parsing import ParserGate
 from router.pools import Pools
@@ -76,10 +76,9 @@ def build_app(
     if (config.auth is Auth.KEYS) != (identify is not None):
         raise ValueError(f"auth is {config.auth}, and identify is {identify}")
     rng = rng or random.Random()
-    gate = ParserGate(pools, rng)
+    gate = ParserGate(rng)
     limiter = Limiter(rng)
     door = DoorMetrics(registry)
-    cards = {card.id: card for pool in pools for card in pool.cards}
     openapi = msgspec.json.encode(document(importlib.metadata.version("forebay")))
 
     @asynccontextmanager
@@ -88,13 +87,11 @@ def build_app(
         gate.close()
 
     async def models(_: HttpRequest) -> Response:
-        return _json(ModelList(data=tuple(cards.values())))
+        return _json(ModelList(data=tuple(card for pool in pools for card in pool.cards.values())))
 
     async def one_model(request: HttpRequest) -> Response:
         name = request.path_params["name"]
-        if name not in cards:
-            raise unknown_model(name, tuple(cards))
-        return _json(cards[name])
+        return _json(pools[name].cards[name])
 
     async def explain(request: HttpRequest) -> Response:
         request_id, tenant = RequestId(request.path_params["request_id"]), identity_of(request.scope).tenant
@@ -123,7 +120,7 @@ def build_app(
         return _json(StatusReply(router, named(await cluster_status())))
 
     def generate(api: Api) -> Completions:
-        return Completions(api, pools, gate, limiter, config, door.turned_away)
+        return Completions(api, pools, gate, limiter, config, rng, door.turned_away)
 
     def tokens(answer: Answer) -> TokenEndpoint:
         return TokenEndpoint(answer, pools, gate, limiter, config, door.turned_away)

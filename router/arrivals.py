@@ -12,7 +12,7 @@ from typing import assert_never
 
 from cluster.config import RouterConfig
 from router.admission import (
-    NOT_MEASURED,
+    ADMIT,
     AdmissionView,
     Admit,
     Pace,
@@ -20,8 +20,8 @@ from router.admission import (
     Reject,
     RequestFacts,
     backlog_seconds,
+    begins_freely,
     decide,
-    depends_on_pace,
     evenly_ahead,
     retry_after_s,
 )
@@ -78,9 +78,15 @@ class Arrivals:
 
     def judge(self, lives: Sequence[Live], now_s: float, *, draining: bool) -> Admit | Queue | Reject:
         """Decide about requests that arrive as one, by the first, and say so to each."""
-        facts = self._facts(lives[0], len(lives), now_s)
-        view = self._admission_view(facts, lives[0], now_s, draining=draining)
-        decision = decide(facts, view, self._rng)
+        first = lives[0]
+        need = first.need(self._config.expected_output_tokens)
+        room = self._has_room(first, need, now_s)
+        if not draining and begins_freely(len(lives), first.terms, starts=room):
+            decision: Admit | Queue | Reject = ADMIT
+        else:
+            facts = self._facts(first, need, len(lives), now_s)
+            view = self._admission_view(facts, first, now_s, room=room, draining=draining)
+            decision = decide(facts, view, self._rng)
         match decision:
             case Reject(outcome, _, _, numbers):
                 event, why, figures = "rejected", outcome.value, numbers
@@ -88,49 +94,50 @@ class Arrivals:
                 event, why, figures = "admitted", "", {}
             case Queue(ahead_requests):
                 ahead = {"ahead": ahead_requests, "ahead_service": round(view.pace.ahead)}
-                event, why, figures = "queued", "", ahead | self._place_in_line(lives[0])
+                event, why, figures = "queued", "", ahead | self._place_in_line(first)
             case _:
                 assert_never(decision)
         for live in lives:
             live.decided(now_s, event, figures, why=why)
         return decision
 
-    def _facts(self, live: Live, count: int, now_s: float) -> RequestFacts:
-        request, expected = live.request, self._config.expected_output_tokens
+    def _has_room(self, live: Live, need: Need, now_s: float) -> bool:
+        """Whether nobody stands before it, here or elsewhere, and a replica holds it now."""
+        priority = live.request.priority
+        if self._queue.at_or_above(priority) or not self._gates.lets_out(priority, now_s):
+            return False
+        return self._place(live, need, now_s) is not None
+
+    def _facts(self, live: Live, need: Need, count: int, now_s: float) -> RequestFacts:
+        request = live.request
         return RequestFacts(
-            need=live.need(expected),
+            need=need,
             size_bytes=size_bytes(request),
             priority_class=live.priority_class,
             count=count,
-            service=live.service(expected),
+            service=live.service(self._config.expected_output_tokens),
             output_tokens=max(1, min(request.sampling.max_tokens, request.stated_output_tokens or 0)),
             age_s=now_s - live.arrived_s,
             terms=live.terms,
         )
 
-    def _admission_view(self, facts: RequestFacts, live: Live, now_s: float, *, draining: bool) -> AdmissionView:
+    def _admission_view(
+        self, facts: RequestFacts, live: Live, now_s: float, *, room: bool, draining: bool
+    ) -> AdmissionView:
         request, name = live.request, live.priority_class.name
         charge, own = self._queue.of_class(name), self._queue.of_tenant(name, request.tenant)
-        ahead_requests = self._queue.at_or_above(request.priority)
-        placement = None
-        if not ahead_requests and self._gates.lets_out(request.priority, now_s):
-            placement = self._place(live, facts.need, now_s)
-        room = placement is not None
-        pace = NOT_MEASURED
-        if depends_on_pace(facts, starts=room):
-            pace = self._pace(facts, live, charge.service, own.service, now_s)
         return AdmissionView(
             draining=draining,
             leaving=not room and self._fleet.leaving(now_s),
             too_large=not room and self._fleet.too_large(facts.need),
             room=room,
-            ahead_requests=ahead_requests,
+            ahead_requests=self._queue.at_or_above(request.priority),
             class_requests=charge.requests,
             class_bytes=charge.size_bytes,
             tenant_requests=own.requests,
             tenant_bytes=own.size_bytes,
             longest_wait_s=live.priority_class.longest_wait_s or self._config.max_queue_s,
-            pace=pace,
+            pace=self._pace(facts, live, charge.service, own.service, now_s),
         )
 
     def _pace(self, facts: RequestFacts, live: Live, backlog: int, own: int, now_s: float) -> Pace:

@@ -17,7 +17,7 @@ EXCHANGE = "forebay.exchange"
 
 
 class ChunkWriter(Protocol):
-    """Writes a piece of an answer's body at once, which spares a task to be woken for a `send` of it.
+    """Writes a piece of an answer's body in this pass of the event loop, without a task that is woken for a `send` of it.
 
     Not to be called while a `send` of the same exchange is awaited.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from router.errors import ApiError
 from router.exchange import REQUEST_ID_HEADER, Reply, check_media, headers_of, internal_error, read_body
 from router.headers import CLASS_HEADER, asked_by
 from router.limits import Lease, Limiter, used_tokens
-from router.openai import Api, Prepared
+from router.openai import Api, Origin, Prepared
 from router.parsing import ParserGate
 from router.pools import Pools
 from router.replies import ReplyWriter
@@ -48,15 +49,18 @@ class Completions:
         gate: ParserGate,
         limiter: Limiter,
         config: RouterConfig,
+        rng: random.Random,
         turned_away: Callable[[ApiError], None] = lambda _: None,
     ) -> None:
-        """`turned_away` is told of each error that a request is answered with before it is submitted."""
+        """`rng` draws the seeds of requests that have none. `turned_away` is told of each error that a request is answered
+        with before it is submitted."""
         self._turned_away = turned_away
         self._api = api
         self._pools = pools
         self._gate = gate
         self._limiter = limiter
         self._config = config
+        self._rng = rng
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = headers_of(scope)
@@ -88,14 +92,8 @@ class Completions:
             raw = await read_body(scope, receive, self._config.max_body_bytes, self._config.body_timeout_s)
             if raw is None:
                 return
-            prepared = await self._gate.prepare(
-                self._api,
-                raw,
-                asked=asked,
-                tenant=identity.tenant,
-                request_id=request_id,
-                arrived_unix_s=clock.unix(),
-            )
+            origin = Origin(asked, identity.tenant, request_id, clock.unix(), self._rng.getrandbits(63))
+            prepared = await self._gate.run(len(raw), partial(self._pools.prepare, self._api, raw, origin))
             del raw
             try:
                 lease.charge(prepared.most_tokens, clock.monotonic())

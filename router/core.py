@@ -14,6 +14,8 @@ import random
 from collections.abc import Sequence
 from typing import assert_never
 
+import msgspec
+
 from cluster.config import RouterConfig
 from cluster.messages import BandStatus, Gates, RouterDemand, StepFrame, Unroutable
 from cluster.ports import Clock, ReplicaPort
@@ -156,7 +158,8 @@ class RouterCore:
         """Every 50 ms: what the controller is to be told; None for nothing. `told` says that it was."""
         now_s = self._begin()
         self._pump(now_s)  # a gate may have expired
-        return self._dispatcher.demand(model, now_s)
+        demand = self._dispatcher.demand(model, now_s)
+        return None if demand is None else msgspec.structs.replace(demand, observed_unix_s=self.clock.unix())
 
     def told(self, demand: RouterDemand) -> None:
         self._dispatcher.gates.told(demand)
@@ -169,14 +172,13 @@ class RouterCore:
 
     # --- the replicas' side ---
 
-    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> None:
+    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> bool:
         """A replica can be reached. Of a known incarnation, all that is open there is asked for again."""
         now_s = self._begin()
         linked = self._fleet.linked(port, now_s)
         match linked:
             case Old():
-                _log.warning("ignored a link to %s: %s is an old incarnation", port.replica_id, port.generation)
-                return
+                return False
             case New(replica, replaced):
                 if replaced is not None:
                     self._losses.replica_gone(replaced, "replaced", now_s)
@@ -190,6 +192,7 @@ class RouterCore:
         if report is not None:
             replica.observe(report, now_s)
         self._pump(now_s)
+        return True
 
     def link_down(self, replica_id: ReplicaId, generation: Generation) -> None:
         replica = self._fleet.current(replica_id, generation)

@@ -33,6 +33,7 @@ from router.queue import BandQueue, Waiting
 from router.rank import rank_of
 from router.routing import NO_FAVOUR, Need, Placement
 from router.share import MinimumShares
+from router.suspects import Trial
 from router.terms import Terms
 from router.view import Replica, Reservation
 
@@ -246,8 +247,14 @@ class Dispatcher:
         counter, least = live.band.counters(request.tenant)
         self._charge(live, waiting, now_s)
         attempt = live.journal.begin()
-        sequence = replica.port.add(request, attempt, shared=by_share)
-        reservation = Reservation(attempt, sequence, request.priority, placement.blocks, trial=live.trial)
+        suspicion, trial = live.suspicion, Trial.NONE
+        if suspicion is None:
+            sequence = replica.port.add(request, attempt, shared=by_share)
+        else:
+            trial = replica.trial_of(suspicion.trial)
+            tokens = suspicion.cleared_at
+            sequence = replica.port.add(request, attempt, shared=by_share, trial=trial, trial_tokens=tokens)
+        reservation = Reservation(attempt, sequence, request.priority, placement.blocks, trial=trial)
         if by_share:
             reservation.shared_s = now_s
             self._metrics.shared(name)

@@ -14,7 +14,7 @@ from cluster.ports import Clock
 from cluster.types import FinishReason, Outcome, RequestId
 from router.deadlines import Deadlines
 from router.dispatch import Dispatcher
-from router.explain import Ended
+from router.explain import Ended, encode
 from router.fleet import Fleet
 from router.gaps import Gaps
 from router.live import Live, log_end
@@ -67,9 +67,10 @@ class Endings:
         request_id, now_s = live.request.request_id, self._clock.monotonic()
         del self._lives[request_id]
         self.deadlines.forget(request_id)
-        if request_id in self._dispatcher.queue:
-            self._dispatcher.withdraw(live, now_s)
-        elif live.replica_id is not None:
+        if live.replica_id is None:
+            if request_id in self._dispatcher.queue:
+                self._dispatcher.withdraw(live, now_s)
+        else:
             replica, attempt = self._fleet[live.replica_id], live.journal.attempt
             assert attempt is not None
             self.release(live, replica, now_s, taken_back=False)
@@ -84,7 +85,7 @@ class Endings:
         live.stream.end(ending)
         live.count_end(self._metrics, ending, now_s)
         self._metrics.served(live.request.tenant, live.served)
-        explanation = live.explain(now_s, ending)
+        explanation = encode(live.explain(now_s, ending))
         self.ended.add(request_id, explanation)
         log_end(explanation, ending.meaning.log_level)
         if not self._lives:

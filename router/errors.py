@@ -13,6 +13,8 @@ import msgspec
 from router.outcomes import Ending
 
 DROPPED_HEADER = "x-llm-d-request-dropped-reason"
+RETRY_HEADER = "x-should-retry"
+"""What OpenAI's clients go by before they look at the status."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

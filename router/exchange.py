@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from cluster.types import Outcome
 from router.asgi import Receive, Scope, Send, exchange_of, send_json
-from router.errors import DROPPED_HEADER, ApiError, ending_error, error_json
+from router.errors import DROPPED_HEADER, RETRY_HEADER, ApiError, ending_error, error_json
 from router.keys import holds_key
 from router.outcomes import Ending
 
@@ -93,6 +93,8 @@ class Reply:
             headers.append(("retry-after", str(ending.retry_after_s)))
         if ending.meaning.dropped_reason is not None:
             headers.append((DROPPED_HEADER, ending.meaning.dropped_reason))
+        if not ending.meaning.again:
+            headers.append((RETRY_HEADER, "false"))
         await self.json(ending.meaning.status, error_json(ending_error(ending)), headers)
 
     async def start_stream(self) -> None:

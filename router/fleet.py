@@ -106,7 +106,9 @@ class Fleet:
         self._config = config
         self._replicas: dict[ReplicaId, Replica] = {}
         self._changed: dict[ReplicaId, None] = {}
-        """Replicas that the index does not know as they are now."""
+        """Replicas that have changed since anybody asked."""
+        self._unindexed: dict[ReplicaId, None] = {}
+        """Replicas that have changed since the index was looked at, beside these."""
         self._open = IdSet()
         """Those with a slot that nothing runs in."""
         self._running: dict[int, IdSet] = {}
@@ -116,8 +118,6 @@ class Fleet:
         self._pools: Counter[Pool] = Counter()
         """How many replicas have each size."""
         self._blocked: dict[tuple[int, Trial], _Blocked] = {}
-        self._found: tuple[Need, float, Mapping[ReplicaId, float], Placement] | None = None
-        """What was asked last and its answer, until anything changes: admission asks, and then dispatch does."""
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -148,6 +148,7 @@ class Fleet:
         if self._replicas.get(replica.replica_id) is replica:
             del self._replicas[replica.replica_id]
             self._changed[replica.replica_id] = None
+            self._index()  # whoever is gone is in no list
 
     def views(self, now_s: float) -> list[ReplicaView]:
         return [replica.view(self._config, now_s) for replica in self]
@@ -182,7 +183,7 @@ class Fleet:
 
     def has_slot(self, now_s: float) -> bool:
         """Whether any that takes work has a slot that nothing runs in."""
-        self._refresh()
+        self._index()
         replicas, routable = self._replicas, Condition.ROUTABLE
         return any(replicas[i].condition(self._config, now_s) is routable for i in self._open)
 
@@ -194,16 +195,14 @@ class Fleet:
 
     def too_large(self, need: Need) -> bool:
         """Whether some pool sizes are known and not one of them could ever hold it. Nothing known says nothing."""
-        self._refresh()
+        self._index()
         return too_large(need, self._pools)
 
     def place(
         self, need: Need, now_s: float, rng: random.Random, favour: Mapping[ReplicaId, float] = NO_FAVOUR
     ) -> Placement | None:
         """Where `need` goes now, by `routing.choose`; None where no replica has a place for it."""
-        self._refresh()
-        if self._found is not None and self._found[:3] == (need, now_s, favour):
-            return self._found[3]
+        self._note_changes()
         key = need.priority, need.trial
         blocked = self._blocked.get(key)
         if blocked is not None and blocked.need.implies(need):
@@ -216,7 +215,6 @@ class Fleet:
             placement = self._drawn(need, now_s, rng, favour)
         if placement is not None:
             self._blocked.pop(key, None)
-            self._found = (need, now_s, favour, placement)
         elif blocked is None or not blocked.need.implies(need):
             if len(self._blocked) >= BLOCKED_MAX:
                 self._blocked.clear()
@@ -226,6 +224,7 @@ class Fleet:
     def _drawn(
         self, need: Need, now_s: float, rng: random.Random, favour: Mapping[ReplicaId, float]
     ) -> Placement | None:
+        self._index()
         drawn = dict.fromkeys((*self._open.two(rng), *favour))
         placement = choose(need, self._views_of(drawn, now_s), rng, favour)
         if placement is not None and placement.free:
@@ -243,21 +242,26 @@ class Fleet:
         replicas = self._replicas
         return [replicas[i].view(self._config, now_s) for i in replica_ids if i in replicas]
 
-    def _refresh(self) -> None:
-        """Bring the index up to what has changed."""
+    def _note_changes(self) -> None:
+        """Hold what has changed against what is remembered as having no place."""
         if not self._changed:
             return
         for blocked in self._blocked.values():
             blocked.changed.update(self._changed)
-        for replica_id in self._changed:
+        self._unindexed.update(self._changed)
+        self._changed.clear()
+
+    def _index(self) -> None:
+        """Bring the index up to what has changed; few replicas are all looked at, without it."""
+        self._note_changes()
+        for replica_id in self._unindexed:
             replica = self._replicas.get(replica_id)
             place = _index_place(replica) if replica is not None else _NOWHERE
             before = self._indexed.get(replica_id, _NOWHERE)
             if place != before:
                 self._drop(replica_id, before)
                 self._put(replica_id, place)
-        self._changed.clear()
-        self._found = None
+        self._unindexed.clear()
 
     def _drop(self, replica_id: ReplicaId, place: _IndexPlace) -> None:
         is_open, lowest, pool = place

@@ -176,7 +176,7 @@ class Journal:
         return ""
 
 
-class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One thing that was decided about a request, with the numbers used; `at_ms` counts from its arrival."""
 
     at_ms: int

@@ -104,7 +104,7 @@ class RouterMetrics:
         self._tokens_out(priority_class).inc(count)
 
     def ended(self, priority_class: str, outcome: Outcome, preemptions: int) -> None:
-        self._requests(priority_class, outcome.value).inc()
+        self._requests(priority_class, outcome).inc()
         self._request_preemptions(priority_class).observe(preemptions)
 
     def stated(self, priority_class: str, output_over_stated: float) -> None:

@@ -36,6 +36,18 @@ class Api(StrEnum):
     COMPLETION = "completion"
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """What makes a request beside its body."""
+
+    asked: Asked
+    """By its headers."""
+    tenant: str
+    request_id: RequestId
+    arrived_unix_s: float
+    random_seed: int
+    """Used where the body has no seed."""
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A request that can be submitted, and what its reply must look like."""
 
@@ -94,23 +106,11 @@ class RequestParser:
         self._default_class = next(c for c in classes if c.name == default_class)
         self.prompts = Prompts(model, max_model_len)
 
-    def prepare(
-        self,
-        api: Api,
-        raw: bytes,
-        *,
-        asked: Asked,
-        tenant: str,
-        request_id: RequestId,
-        arrived_unix_s: float,
-        random_seed: int,
-    ) -> Prepared:
+    def prepare(self, api: Api, raw: bytes, origin: Origin) -> Prepared:
         """Validate a body, render and tokenise its prompt, and build the request.
 
-        `asked` is what its headers ask for; `random_seed` is used where the body has no seed.
-
         Raises:
-            ApiError: 400 naming the parameter, 403 for a class that `asked` may not use, or 404 for another model.
+            ApiError: 400 naming the parameter, 403 for a class that `origin` may not use, or 404 for another model.
         """
         length = self._max_model_len
         body = read(ChatBody, raw, length) if api is Api.CHAT else read(CompletionBody, raw, length)
@@ -118,7 +118,7 @@ class RequestParser:
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is only allowed when stream is true.", param="stream_options")
         self._check_sampling(body)
-        priority, priority_class = self._priority(body, asked)
+        priority, priority_class = self._priority(body, origin.asked)
         asked_tokens, asked_param = _max_tokens(body)
         prompt_param, prompt_ids = self._prompt_ids(body)
         max_tokens = self._room(prompt_ids, prompt_param, asked_tokens, asked_param, api)
@@ -129,15 +129,15 @@ class RequestParser:
         return Prepared(
             model=self._names[0],
             request=Request(
-                request_id=request_id,
-                tenant=tenant,
+                request_id=origin.request_id,
+                tenant=origin.tenant,
                 priority=priority,
                 priority_class=priority_class.name,
-                arrived_unix_s=arrived_unix_s,
+                arrived_unix_s=origin.arrived_unix_s,
                 prompt_ids=prompt_ids,
                 sampling=Sampling(
                     max_tokens=max_tokens,
-                    seed=random_seed if body.seed is None else body.seed,
+                    seed=origin.random_seed if body.seed is None else body.seed,
                     temperature=body.temperature,
                     top_p=body.top_p,
                     top_k=max(0, body.top_k),
@@ -159,7 +159,7 @@ class RequestParser:
             stream=body.stream,
             include_usage=body.stream_options is not None and body.stream_options.include_usage is True,
             service_tier=priority_class.service_tiers[0] if priority_class.service_tiers else priority_class.name,
-            terms=_with_session(asked.terms, body.session_id or body.prompt_cache_key),
+            terms=_with_session(origin.asked.terms, body.session_id or body.prompt_cache_key),
         )
 
     def check_model(self, name: str) -> None:

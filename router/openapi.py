@@ -29,7 +29,7 @@ from router.answers import (
 )
 from router.auth import OPEN_PATHS
 from router.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, TokenizeBody
-from router.errors import DROPPED_HEADER, ErrorReply
+from router.errors import DROPPED_HEADER, RETRY_HEADER, ErrorReply
 from router.exchange import REQUEST_ID_HEADER, REQUEST_ID_MAX_BYTES
 from router.explain import Explanation
 from router.fields import MESSAGE_NOT_OFFERED, NOT_OFFERED
@@ -187,6 +187,8 @@ def _error(status: int) -> dict[str, Any]:
             said["headers"] = _headers({"WWW-Authenticate": "Bearer."})
         case 405:
             said["headers"] = _headers({"Allow": "The methods that the path takes."})
+        case 500:
+            said["headers"] = _headers({RETRY_HEADER: "false where the same request must not be sent again."})
         case 429 | 503 | 504:
             said["headers"] = _headers(
                 {"Retry-After": "Whole seconds after which to try again.", DROPPED_HEADER: "Why it was dropped."}

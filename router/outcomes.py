@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.types import FinishReason, Outcome
 
 
@@ -23,6 +25,9 @@ class Meaning:
     log_level: int
     dropped_reason: str | None = None
     """Value of `x-llm-d-request-dropped-reason`, in llm-d's vocabulary; None where llm-d has no such case."""
+    again: bool = True
+    """Whether the same request may be sent again. OpenAI's clients send again by themselves what ended with a 408, 429 or
+    500 and above, unless they are told not to."""
 
 
 MEANINGS: dict[Outcome, Meaning] = {
@@ -116,6 +121,7 @@ MEANINGS: dict[Outcome, Meaning] = {
         "Each engine that ran this request died; it is not tried again. Do not send it again as it is.",
         logging.ERROR,
         "rejected-internal",
+        again=False,
     ),
     Outcome.ENGINE_ERROR: Meaning(
         500,
@@ -138,8 +144,7 @@ if missing := set(Outcome) - set(MEANINGS):
     raise RuntimeError(f"outcomes without a meaning: {sorted(missing)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True, gc=False):
     """The last thing that a stream says: how the request ended, and its usage in tokens."""
 
     outcome: Outcome

@@ -1,6 +1,6 @@
 """Where the bodies of requests are parsed and tokenised: small ones at once, others in a few threads.
 
-Owns: the threads, and the bound on what waits for them. Imports the parser. Invariant: what waits never exceeds
+Owns: the threads, and the bound on what waits for them. Imports no parser. Invariant: what waits never exceeds
 `PARSER_MAX_BYTES`; beyond it a request is sent away.
 """
 
@@ -10,13 +10,9 @@ import asyncio
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from cluster.types import RequestId
 from router.errors import ApiError
-from router.headers import Asked
-from router.openai import Api, Prepared
 
 INLINE_BODY_BYTES = 4096
 """Bodies up to this are parsed and tokenised on the event loop: about 2 ms; longer ones go to a thread."""
@@ -26,51 +22,13 @@ PARSER_MAX_BYTES = 64 * 2**20
 _T = TypeVar("_T")
 
 
-class Parser(Protocol):
-    """One model's `RequestParser`, or several models' together."""
-
-    def prepare(
-        self,
-        api: Api,
-        raw: bytes,
-        *,
-        asked: Asked,
-        tenant: str,
-        request_id: RequestId,
-        arrived_unix_s: float,
-        random_seed: int,
-    ) -> Prepared: ...
-
-
 class ParserGate:
     """Runs what a body asks for, where it suits."""
 
-    def __init__(self, parser: Parser, rng: random.Random) -> None:
-        """`rng` draws the seeds of requests that have none."""
-        self._parser = parser
+    def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._pool = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
         self._held_bytes = 0
-
-    async def prepare(
-        self, api: Api, raw: bytes, *, asked: Asked, tenant: str, request_id: RequestId, arrived_unix_s: float
-    ) -> Prepared:
-        """`RequestParser.prepare`.
-
-        Raises:
-            ApiError: as there and in `run`.
-        """
-        work = partial(
-            self._parser.prepare,
-            api,
-            raw,
-            asked=asked,
-            tenant=tenant,
-            request_id=request_id,
-            arrived_unix_s=arrived_unix_s,
-            random_seed=self._rng.getrandbits(63),
-        )
-        return await self.run(len(raw), work)
 
     async def run(self, body_bytes: int, work: Callable[[], _T]) -> _T:
         """What `work` returns.

@@ -20,9 +20,8 @@ from router.answers import ModelCard
 from router.core import RouterCore
 from router.errors import ApiError
 from router.explain import Explanation
-from router.headers import Asked
 from router.logprobs import Vocabulary
-from router.openai import Api, Prepared, RequestParser, unknown_model
+from router.openai import Api, Origin, Prepared, RequestParser, unknown_model
 
 
 class _Named(msgspec.Struct):
@@ -57,8 +56,7 @@ class Pool:
         self.parser = RequestParser(model, max_model_len, config.classes, config.default_class, aliases)
         self.vocabulary = Vocabulary(self.parser.prompts.codec, model.eos_token_ids)
         created = int(core.clock.unix())
-        self.cards = tuple(ModelCard(name, created, max_model_len, root=model.name) for name in self.names)
-        """One for each of its names."""
+        self.cards = {name: ModelCard(name, created, max_model_len, root=model.name) for name in self.names}
 
     @property
     def status(self) -> ModelStatus:
@@ -113,27 +111,9 @@ class Pools:
             raise ApiError(400, message, param="model", code="missing_required_parameter")
         return self[name]
 
-    def prepare(
-        self,
-        api: Api,
-        raw: bytes,
-        *,
-        asked: Asked,
-        tenant: str,
-        request_id: RequestId,
-        arrived_unix_s: float,
-        random_seed: int,
-    ) -> Prepared:
+    def prepare(self, api: Api, raw: bytes, origin: Origin) -> Prepared:
         """`RequestParser.prepare` of the model that the body names. Raises ApiError as that and `of` do."""
-        return self.of(raw).parser.prepare(
-            api,
-            raw,
-            asked=asked,
-            tenant=tenant,
-            request_id=request_id,
-            arrived_unix_s=arrived_unix_s,
-            random_seed=random_seed,
-        )
+        return self.of(raw).parser.prepare(api, raw, origin)
 
     def explain(self, request_id: RequestId, tenant: str) -> Explanation | None:
         """`RouterCore.explain`, whichever model it was for."""

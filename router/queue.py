@@ -155,6 +155,10 @@ class Charge:
     service: int = 0
 
 
+_NOTHING = Charge()
+"""Of whoever has no members; never written to."""
+
+
 class BandQueue:
     """All waiting requests; `peek` is the next of the most urgent band that has any."""
 
@@ -236,14 +240,16 @@ class BandQueue:
         return len(self._priorities) > 1
 
     def of_class(self, priority_class: str) -> Charge:
-        return self._classes.get(priority_class, Charge())
+        return self._classes.get(priority_class, _NOTHING)
 
     def of_tenant(self, priority_class: str, tenant: str) -> Charge:
         """What a tenant has waiting in one class."""
-        return self._tenants.get((priority_class, tenant), Charge())
+        return self._tenants.get((priority_class, tenant), _NOTHING)
 
     def at_or_above(self, priority: int) -> int:
         """How many members a new request of `priority` would stand behind."""
+        if not self._priorities:
+            return 0
         start = bisect_left(self._priorities, priority)
         return sum(self._bands[p][1].requests for p in self._priorities[start:])
 

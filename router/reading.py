@@ -71,7 +71,7 @@ def _decoded(raw: bytes, max_model_len: int) -> dict[str, object]:
     try:
         if _HALF_A_PAIR.search(raw):
             msgspec.json.decode(raw)  # which takes whole pairs only
-        value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        value = _json(raw.decode())
     except UnicodeDecodeError as error:
         raise _no_json(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -112,6 +112,10 @@ def _finite(digits: str) -> float:
     if math.isinf(number):
         raise _no_json("a number is out of range")
     return number
+
+
+_json = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite).decode
+"""Made once: `json.loads` makes one for each text."""
 
 
 def _without_absent(message: dict[str, object], index: int) -> dict[str, object]:

@@ -20,16 +20,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from cluster.types import EngineLoad, PriorityLoad, ReplicaId
 from router.suspects import Trial
 from router.view import Condition, ReplicaView
 
+MEMO_MAX = 8
+"""Priorities that a view keeps in its memo: clients may name any."""
 
-@dataclass(frozen=True, slots=True)
-class Need:
+
+class Need(msgspec.Struct, frozen=True, gc=False):
     """What one request asks of a replica."""
 
     priority: int
@@ -44,7 +48,7 @@ class Need:
 
     def untried(self) -> Need:
         """The same of a request that is no suspect."""
-        return replace(self, trial=Trial.NONE)
+        return msgspec.structs.replace(self, trial=Trial.NONE)
 
     def blocks(self, block_size_tokens: int) -> int:
         return -(-self.tokens // block_size_tokens)
@@ -108,9 +112,10 @@ def choose(
         favour: By how much fuller, in parts of its capacity, a replica counts as no more loaded.
     """
     block_size = wanted = wanted_max = 0
-    candidates: list[tuple[ReplicaView, EngineLoad, int, int]] = []
-    free: list[tuple[float, ReplicaId, EngineLoad]] = []
-    for view in views:
+    candidates: list[tuple[ReplicaView, EngineLoad, float]] = []
+    ties: list[tuple[ReplicaId, EngineLoad]] = []
+    least, priority = math.inf, need.priority
+    for view in views:  # few calls: this runs for every replica that is looked at
         load = view.load
         if load is None or view.condition is not Condition.ROUTABLE:
             continue
@@ -121,24 +126,29 @@ def choose(
             continue
         if (need.trial or view.trial) and not _may_try(need.trial, view, load):
             continue
-        slots = _slots_used(need, view, load) + 1
-        blocks = max(_blocks_reported(view, load), _blocks_predicted(need, view, load)) + wanted
+        used = view.memo.get(priority)
+        slots, blocks, lower = _used(need, view, load) if used is None else used
+        slots, blocks = slots + 1, blocks + wanted
+        # Parked work of any priority counts: of two with a free slot the one without a backlog is taken.
+        slots_full, blocks_full = (slots + lower) / load.slots_total, blocks / load.blocks_total
+        score = slots_full if slots_full > blocks_full else blocks_full
+        if favour:
+            score -= favour.get(view.replica_id, 0.0)
         if slots <= load.slots_total and blocks <= load.blocks_total:
-            score = _fraction(need, load, slots, blocks)
-            if favour:
-                score -= favour.get(view.replica_id, 0.0)
-            free.append((score, view.replica_id, load))
-        candidates.append((view, load, slots, blocks))
-    if free:
-        least = min(score for score, _, _ in free)
-        ties = sorted((replica_id, load) for score, replica_id, load in free if score == least)
-        replica_id, load = ties[0] if len(ties) == 1 else rng.choice(ties)
+            if score < least:
+                least = score
+                ties.clear()
+            if score == least:
+                ties.append((view.replica_id, load))
+        elif not ties:
+            candidates.append((view, load, score))
+    if ties:
+        replica_id, load = ties[0] if len(ties) == 1 else rng.choice(sorted(ties))
         return Placement(replica_id, need.blocks(load.block_size_tokens), score=least)
     costs: list[tuple[tuple[int, int, float], ReplicaId, EngineLoad]] = []
-    for view, load, slots, blocks in candidates:
+    for view, load, score in candidates:
         plan = _victims(need, view, load)
         if plan is not None:
-            score = _fraction(need, load, slots, blocks) - favour.get(view.replica_id, 0.0)
             costs.append(((*plan, score), view.replica_id, load))
     if not costs:
         return None
@@ -169,9 +179,22 @@ def _may_try(trial: Trial, view: ReplicaView, load: EngineLoad) -> bool:
     return view.trial is Trial.NONE or (trial is Trial.NONE and view.trial is Trial.APART)
 
 
+def _used(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int, int]:
+    """Slots and blocks in use, and the less urgent requests that wait there. Where a minimum share has sent nothing, the
+    same for every need of a priority."""
+    lower = sum(level.requests for level in load.waiting if level.priority < need.priority)
+    blocks = max(_blocks_reported(view, load), _blocks_predicted(need, view, load))
+    used = _slots_used(need, view, load), blocks, lower
+    if not view.shared:
+        if len(view.memo) >= MEMO_MAX:
+            view.memo.clear()
+        view.memo[need.priority] = used
+    return used
+
+
 def _slots_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:
     slots = 0
-    for level in load.running:  # plain loops: this runs for every replica that is looked at
+    for level in load.running:  # plain loops: this runs whenever a replica has changed
         slots += level.requests
     for level in view.unreported:
         slots += level.requests
@@ -206,15 +229,6 @@ def _blocks_predicted(need: Need, view: ReplicaView, load: EngineLoad) -> int:
         elif any(level.priority == own.priority for level in (*load.running, *view.unreported)):
             predicted += own.active_blocks
     return predicted
-
-
-def _fraction(need: Need, load: EngineLoad, slots: int, blocks: int) -> float:
-    """How full the replica would be: of its slots or its blocks, whichever is fuller. Parked work of any priority
-    counts, so that of two with a free slot the one without a backlog is taken."""
-    for level in load.waiting:
-        if level.priority < need.priority:
-            slots += level.requests
-    return max(slots / load.slots_total, blocks / load.blocks_total)
 
 
 def _victims(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int] | None:

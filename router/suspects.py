@@ -8,6 +8,10 @@ again, it was probably the one, but whoever ran beside it may have been (two req
 them are suspects now, and it is tried once more alone. A request whose engine dies under it alone, when it was a
 suspect already, is blamed.
 
+Several routers. What the others run, a router does not see in time: they are told to keep away. A replica refuses (FULL) a
+second suspect beside one that is tried, whoever sends it, and beside one that is tried alone everything; it reports the
+trials of the others. Where there are other routers nobody is blamed but for a death in a trial alone.
+
 The bound. Let m of the live requests kill whatever engine runs them, at the same token each time. Each kills at most
 once unsuspected, once as a suspect among others and once alone; and when one of the m is blamed, another that was
 held suspect for the same deaths is cleared with the bystanders and may begin anew. So at most 2m + 1 engines die of
@@ -36,6 +40,18 @@ class Trial(IntEnum):
     """No other suspect."""
     ALONE = 2
     """Nothing at all."""
+
+
+def may_join(trial: Trial, tried: Trial, *, occupied: bool) -> bool:
+    """Whether a request whose trial is `trial` may be begun on a replica, for what it or others there are suspected of.
+
+    Args:
+        tried: The strictest trial there.
+        occupied: Whether anything is there.
+    """
+    if trial is Trial.ALONE:
+        return not occupied
+    return tried is Trial.NONE or (trial is Trial.NONE and tried is Trial.APART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,7 @@ def judge(death: int, there: Sequence[Present], *, strangers: bool) -> Verdict:
 
     Args:
         there: What this router had running on it.
-        strangers: Whether requests of other routers were seen there.
+        strangers: Whether requests of other routers may have run there.
     """
     if len(there) == 1:
         before = there[0].suspicion

@@ -87,6 +87,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     shared: tuple[SharedLoad, ...] = ()
     trial: Trial = Trial.NONE
     """A suspect is being tried there."""
+    memo: dict[int, tuple[int, int, int]] = {}  # msgspec copies it for each instance
+    """For whoever looks at it: what is in use there as work of a priority sees it."""
 
 
 @dataclass(slots=True)
@@ -245,11 +247,17 @@ class Replica:
 
     @property
     def has_strangers(self) -> bool:
-        """Whether its last report counts requests of other routers."""
-        if self.report is None:
+        """Whether requests of other routers may run there: they can, where there are others, but beside a trial alone."""
+        if self.report is None or any(r.trial is Trial.ALONE for r in self._marked.values()):
             return False
-        load, own = self.report.load, len(self.reservations) - len(self._unreported)
-        return sum(level.requests for level in (*load.running, *load.waiting)) > own
+        return self.report.others
+
+    def trial_of(self, trial: Trial) -> Trial:
+        """How a suspect is tried that is sent there now. An empty replica can keep the work of other routers away
+        meanwhile: then one death says as much as two."""
+        report = self.report
+        empty = report is not None and not (report.load.running or report.load.waiting or self._held)
+        return Trial.ALONE if report is not None and report.others and empty else trial
 
     def condition(self, config: RouterConfig, now_s: float) -> Condition:
         silence_s = now_s - self._heard_at_s
@@ -274,6 +282,10 @@ class Replica:
         return Condition.ROUTABLE
 
     def view(self, config: RouterConfig, now_s: float) -> ReplicaView:
+        if self._view is not None and self._view.condition is Condition.ROUTABLE:
+            silence_s = now_s - self._heard_at_s
+            if silence_s <= config.silent_after_s and silence_s <= config.fenced_after_s:
+                return self._view  # of a replica that takes work, silence alone would be news
         condition = self.condition(config, now_s)
         if self._view is None or self._view.condition is not condition:
             self._view = ReplicaView(
@@ -284,7 +296,7 @@ class Replica:
                 own=self._own_loads(),
                 unreported=self.unreported(),
                 shared=self._shared(),
-                trial=max((r.trial for r in self._marked.values()), default=Trial.NONE) if self._marked else Trial.NONE,
+                trial=self._trial(),
             )
         return self._view
 
@@ -305,7 +317,7 @@ class Replica:
 
     def _own_loads(self) -> tuple[OwnLoad, ...]:
         if self._own is None:
-            self._own = tuple(OwnLoad(p, active, parked) for p, (active, parked, _) in sorted(self._held.items()))
+            self._own = tuple([OwnLoad(p, active, parked) for p, (active, parked, _) in sorted(self._held.items())])
         return self._own
 
     def unreported(self) -> tuple[PriorityLoad, ...]:
@@ -315,8 +327,13 @@ class Replica:
             for r in self._unreported.values():
                 requests, blocks = loads.get(r.priority, (0, 0))
                 loads[r.priority] = (requests + 1, blocks + r.blocks)
-            self._unreported_loads = tuple(PriorityLoad(p, *loads[p]) for p in sorted(loads))
+            self._unreported_loads = tuple([PriorityLoad(p, *loads[p]) for p in sorted(loads)])
         return self._unreported_loads
+
+    def _trial(self) -> Trial:
+        """The strictest of those there, of this router and of the others."""
+        others = Trial.NONE if self.report is None or not self.report.trial else Trial(self.report.trial)
+        return max(others, *(r.trial for r in self._marked.values())) if self._marked else others
 
     def _shared(self) -> tuple[SharedLoad, ...]:
         if not self._marked and (self.report is None or not self.report.shared):

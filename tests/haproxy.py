@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
+from deployments.checks import free_ports
 from tests.line import until
 
 HAPROXY = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
@@ -42,9 +42,7 @@ backend routers
 async def balanced(urls: Sequence[str], folder: Path) -> AsyncIterator[str]:
     """The URL of a HAProxy before these routers, once it answers."""
     assert HAPROXY is not None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports("127.0.0.1", 1)
     servers = "\n".join(f"    server router-{n} {url.removeprefix('http://')}" for n, url in enumerate(urls))
     config, log = folder / "haproxy.cfg", folder / "haproxy.log"
     config.write_text(_CONFIG.format(every_ms=round(CHECK_EVERY_S * 1000), checks=CHECKS, port=port, servers=servers))

@@ -1,10 +1,12 @@
-"""A controller or a replica as a process of its own: what tests/processes.py starts.
+"""A controller, a router or a replica as a process of its own: what tests/processes.py starts.
 
-    python -m tests.process_parts controller INSTANCE_FILE
+    python -m tests.process_parts controller INSTANCE_FILE [PORT]
+    python -m tests.process_parts router INSTANCE_FILE CONTROLLER_PORT
     python -m tests.process_parts replica INSTANCE_FILE CONTROLLER_PORT REPLICA_ID STEP_MS
 
-Owns: the two processes, and the faults that a replica's engine can be told to have. Each says one line once it can be
-used, answers each line that it is told with the same, and ends when its standard input does.
+Owns: the processes, what SIGTERM means to a router and a replica that Ray does not run (it drains, the next one ends it
+at once), and the faults that a replica's engine can be told to have. Each says one line once it can be used and
+ends when its standard input does; a replica answers each line that it is told with the same.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
+import uvloop
 
 from cluster.clock import SystemClock
 from cluster.engine.engine import Engine
@@ -28,8 +32,10 @@ from cluster.ports import Backend, EnginePort, Row, RowOutput, StepResult
 from cluster.types import ReplicaId
 from deployments.controller_server import ROLES, ControllerServer
 from deployments.replica_process import ReplicaProcess
+from deployments.router_process import RouterProcess
 from deployments.settings import Instance
 from deployments.transport import Acceptor
+from ops.bench.router_ours import find_at, started
 from ops.bench.router_wire import Line, Listening, say
 from tests.padded import PaddedBackend, engine_over
 
@@ -47,7 +53,11 @@ class Freeze(Line, frozen=True):
     """Stop the process, as SIGSTOP from outside does, while it holds tokens that it has not sent."""
 
 
-Told = Hold | Freeze
+class Drain(Line, frozen=True):
+    """Begin to leave, as on SIGTERM: what is there is finished or handed back. The process itself stays."""
+
+
+Told = Hold | Freeze | Drain
 
 
 class FaultyBackend(PaddedBackend):
@@ -101,21 +111,55 @@ class FreezingRunner(EngineRunner):
         super().start(told, on_death)
 
 
-async def controller(instance: Instance) -> None:
+async def controller(instance: Instance, at_port: int) -> None:
     server = ControllerServer(instance.secret(), SystemClock())
     decode = msgspec.msgpack.Decoder(ToController).decode
     acceptor = Acceptor(server.identity, ROLES, decode, server.accept, instance.profile.transport)
-    _, port = await acceptor.listen("127.0.0.1", 0, instance.secret())
+    _, port = await acceptor.listen("127.0.0.1", at_port, instance.secret())
     say(Listening((port,)))
     await asyncio.to_thread(sys.stdin.buffer.read)
+
+
+async def until_told_to_leave(
+    process: RouterProcess | ReplicaProcess, obey: Callable[[bytes], None] | None = None
+) -> None:
+    """Return when `process` is closed: SIGTERM drains it first; the next one, or the end of standard input, closes it at
+    once. `obey` is given each line of that; whoever sends one waits for the answer."""
+    loop = asyncio.get_running_loop()
+    told, again = asyncio.Event(), asyncio.Event()
+
+    def heard() -> None:
+        line = sys.stdin.buffer.readline()
+        if not line:
+            loop.remove_reader(sys.stdin.fileno())
+            told.set()
+            again.set()
+        elif obey is not None:
+            obey(line)
+
+    loop.add_signal_handler(signal.SIGTERM, lambda: (again if told.is_set() else told).set())
+    loop.add_reader(sys.stdin.fileno(), heard)
+    await told.wait()
+    drain, hurry = asyncio.create_task(process.drain()), asyncio.create_task(again.wait())
+    done, _ = await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (drain, hurry):
+        task.cancel()
+    await asyncio.gather(drain, hurry, return_exceptions=True)
+    await process.close()
+    for ended in done:
+        ended.result()
+
+
+async def router(instance: Instance, controller_port: int) -> None:
+    process = await started(instance, controller_port)
+    port = urlsplit(process.url).port
+    say(Listening(() if port is None else (port,)))
+    await until_told_to_leave(process)
 
 
 async def replica(instance: Instance, controller_port: int, replica_id: ReplicaId, step_s: float) -> None:
     from cluster.engine.torch.backend import TorchBackend
     from cluster.engine.torch.build import prepare_process
-
-    async def find() -> tuple[str, int]:
-        return "127.0.0.1", controller_port
 
     prepare_process()
     (served,) = instance.models().values()
@@ -129,17 +173,25 @@ async def replica(instance: Instance, controller_port: int, replica_id: ReplicaI
         runner = FreezingRunner(engine_over(backend, model, config), loop)
         return runner
 
-    process = ReplicaProcess(instance, served.folder, replica_id, find, load, _die)
+    process = ReplicaProcess(instance, served.folder, replica_id, find_at(controller_port), load, _die)
     await process.start("127.0.0.1")
+    await process.meet_routers()
     say(Listening(()))
     decode = msgspec.json.Decoder(Told).decode
-    while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+    leaving: asyncio.Task[None] | None = None
+
+    def obey(line: bytes) -> None:
+        nonlocal leaving
         match told := decode(line):
             case Hold(tokens):
                 backend.hold(tokens)
             case Freeze():
                 runner.freezes = True
+            case Drain():
+                leaving = leaving or asyncio.create_task(process.drain(), name="drain")
         say(told)
+
+    await until_told_to_leave(process, obey)
 
 
 def _die(why: str) -> None:
@@ -150,7 +202,10 @@ def _die(why: str) -> None:
 def main(role: str, instance_file: str, *rest: str) -> None:
     instance = Instance.model_validate_json(Path(instance_file).read_bytes())
     if role == "controller":
-        asyncio.run(controller(instance))
+        asyncio.run(controller(instance, int(rest[0]) if rest else 0))
+    elif role == "router":
+        (controller_port,) = rest
+        uvloop.run(router(instance, int(controller_port)))
     else:
         controller_port, replica_id, step_ms = rest
         asyncio.run(replica(instance, int(controller_port), ReplicaId(replica_id), float(step_ms) / 1000))

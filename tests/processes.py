@@ -1,7 +1,7 @@
 """The line as production has it, less Ray: controller, routers and replicas are processes that a test starts and kills.
 
-Owns: starting and ending them, and what a test does to one. What runs in them is tests/process_parts.py and, for a router,
-ops/bench/router_ours.py. Invariants: no process outlives its cluster; a test ends none but these.
+Owns: starting and ending them, and what a test does to one. What runs in them is tests/process_parts.py. Invariants: no
+process outlives its cluster; a test ends none but these.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import psutil
 
 from cluster.metrics import REPLICAS_READY, Metric
 from cluster.model import ModelFolder
-from deployments.settings import Instance, Profile
+from deployments.settings import Instance, Profile, url_of
 from ops.bench.router_run import Part
 from ops.bench.router_wire import Listening
 from tests.line import read_metric, until
-from tests.process_parts import Freeze, Hold, Told
+from tests.process_parts import Drain, Freeze, Hold, Told
+from tests.ray.streams import client_of
 
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 60.0
 
 _listening = msgspec.json.Decoder(Listening).decode
 _told = msgspec.json.Decoder(Told).decode
@@ -48,6 +50,28 @@ class Process(Part):
         """SIGKILL; returns when it has ended."""
         self._process.kill()
         self._process.wait()
+
+    def stop(self) -> None:
+        """SIGSTOP, until `go_on`."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """SIGTERM: what it means is in tests/process_parts.py."""
+        self._process.terminate()
+
+    async def left(self) -> int:
+        """Its exit status, once it has ended."""
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await self.ended()
+        return self._process.wait()
+
+    async def leave(self) -> int:
+        """SIGTERM; its exit status, once it has ended."""
+        self.terminate()
+        return await self.left()
 
     async def ended(self) -> None:
         """Wait until it has ended, by itself or by another."""
@@ -82,7 +106,11 @@ class ReplicaPart(Process):
         await until(status, psutil.STATUS_STOPPED.__eq__, within_s=ANSWER_TIMEOUT_S)
 
     def thaw(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+        self.go_on()
+
+    async def drain(self) -> None:
+        """Returns when it takes nothing new any more; it goes on with what it has."""
+        await self._told(Drain())
 
     async def _told(self, what: Told) -> None:
         self.tell(what)
@@ -101,7 +129,9 @@ class Cluster:
         self.replicas: list[ReplicaPart] = []
         """Those that run, the oldest first."""
         self.routers: list[Process] = []
+        """Those that run, the oldest first."""
         self.urls: list[str] = []
+        """Of the routers that it began with, in their order. One that takes another's place has its port."""
         self.client: httpx.AsyncClient
         self.controller: Process
 
@@ -110,24 +140,40 @@ class Cluster:
         return self.urls[0]
 
     async def start(self, replicas: int, routers: int) -> None:
-        role = ("controller", self._instance_file)
+        await self.start_controller()
+        began = [self._begin_router() for _ in range(routers)]
+        await asyncio.gather(*(self.start_replica() for _ in range(replicas)))
+        for router in began:
+            (port,) = (await router.begun()).ports
+            self.urls.append(url_of("127.0.0.1", port))
+        self.client = await self._stack.enter_async_context(client_of(self.url))
+        for url in self.urls:
+            await until_takes_work(url)
+        await self.until_ready(replicas)
+
+    def _begin_router(self) -> Process:
+        command = self.command("tests.process_parts", "router", self._instance_file, str(self._controller_port))
+        router = Process("router", command)
+        self._stack.callback(router.close)
+        self.routers.append(router)
+        return router
+
+    async def start_router(self) -> str | None:
+        """One more: where it listens; None where each port has a router already, and it stands by."""
+        ports = (await self._begin_router().begun()).ports
+        return url_of("127.0.0.1", ports[0]) if ports else None
+
+    async def start_controller(self) -> None:
+        """The first, or one in the place of one that has been killed."""
+        role = ("controller", self._instance_file, str(self._controller_port))
         self.controller = Process("controller", self.command("tests.process_parts", *role))
         self._stack.callback(self.controller.close)
         (self._controller_port,) = (await self.controller.begun()).ports
-        for number in range(routers):
-            command = self.command("ops.bench.router_ours", self._instance_file, str(self._controller_port))
-            self.routers.append(Process(f"router-{number}", command))
-            self._stack.callback(self.routers[-1].close)
-        await asyncio.gather(*(self.start_replica() for _ in range(replicas)))
-        for router in self.routers:
-            (port,) = (await router.begun()).ports
-            self.urls.append(f"http://127.0.0.1:{port}")
-        self.client = await self._stack.enter_async_context(client_of(self.url))
-        await self.until_ready(replicas)
 
-    async def start_replica(self) -> ReplicaPart:
-        """One more; routers meet it in a moment (`until_ready`)."""
-        replica_id, self._replicas_made = f"replica-{self._replicas_made}", self._replicas_made + 1
+    async def start_replica(self, replica_id: str = "") -> ReplicaPart:
+        """One more, or one by the name of one that has gone; returns when the routers have met it."""
+        if not replica_id:
+            replica_id, self._replicas_made = f"replica-{self._replicas_made}", self._replicas_made + 1
         role = ("replica", self._instance_file, str(self._controller_port), replica_id, str(self._step_s * 1000))
         replica = ReplicaPart(replica_id, self.command("tests.process_parts", *role))
         self._stack.callback(replica.close)
@@ -152,20 +198,33 @@ class Cluster:
         return (sys.executable, "-m", module, *arguments)
 
 
-def client_of(url: str) -> httpx.AsyncClient:
-    """As many connections as are asked for, without the second that reading certificates takes."""
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=url, timeout=120, limits=limits, verify=False)
+async def until_takes_work(url: str) -> None:
+    """Wait until this router's /ready says so."""
+    async with client_of(url) as client:
+
+        async def status() -> int:
+            return (await client.get("/ready")).status_code
+
+        await until(status, (200).__eq__)
 
 
 @contextlib.asynccontextmanager
 async def running_cluster(
-    model: ModelFolder, profile: Profile, folder: Path, *, step_s: float, replicas: int = 2, routers: int = 1
+    model: ModelFolder,
+    profile: Profile,
+    folder: Path,
+    *,
+    step_s: float,
+    replicas: int = 2,
+    routers: int = 1,
+    port: int = 0,
 ) -> AsyncIterator[Cluster]:
-    """Start `profile`, whose one model is `model`, with steps of `step_s`; its secret is kept in `folder`."""
+    """Start `profile`, whose one model is `model`, with so many replicas and routers and steps of `step_s`; its secret is
+    kept in `folder`. The routers listen on `port` and those after it, which others can then take over, or on free ones."""
     secret_path, instance_file = folder / "secret", folder / "instance.json"
     secret_path.write_text("0123456789abcdef" * 4)
-    profile = profile.model_copy(update={"router": profile.router.model_copy(update={"port": 0})})
+    router = profile.router.model_copy(update={"port": port})
+    profile = profile.model_copy(update={"routers": routers, "router": router})
     instance = Instance(profile=profile, model_folders=(model.path,), secret_path=secret_path)
     instance_file.write_text(instance.model_dump_json())
     async with contextlib.AsyncExitStack() as stack:

@@ -18,9 +18,9 @@ others may be quicker all the same to see a slot. So that this cannot add up, a 
 all that the fleet holds is not let out: within one queue no two that wait ever differ by more (router/fairness.py).
 
 Two exceptions. A first that has had a slot for BLOCKED_S and not the blocks is waiting for room to gather: it alone is let
-out, or smaller requests would take that room for ever. And a router that has had room for HELD_S for its first while
-nobody let out has used it (they do not reach that replica, or do not know of it) is let one out: no slot stays empty for
-the sake of the order.
+out, or smaller requests would take that room for ever; what has not gathered it in GATHER_S is one of many again. And a
+router that has had room for HELD_S for its first while nobody let out has used it (they do not reach that replica, or do
+not know of it, or do not have what they say) is let one out: no slot stays empty for the sake of the order.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ PERIODS_AHEAD = 2.5
 """A demand is up to one period old when a gate follows from it, which is in force for another; half of one for the links."""
 LET_OUT_MIN = 4
 BLOCKED_S = 0.5
+GATHER_S = 60.0
 HELD_S = 0.5
 
 Demands = Mapping[RouterId, RouterDemand]
@@ -80,7 +81,7 @@ def decide(demands: Demands, free_slots: int) -> Decision:
     sole = next(iter(at_front)) if len(at_front) == 1 else None
     held = sum(d.open_service for d in demands.values())
     turns, first = _turns(at_front, 1, held)
-    blocked = demands[first].blocked and demands[first].first_for_s > BLOCKED_S
+    blocked = demands[first].blocked and BLOCKED_S < demands[first].first_for_s <= GATHER_S
     if sole is None and not blocked:
         sent_per_s = sum(d.sent_per_s for d in demands.values())
         turns, _ = _turns(at_front, _let_out(sent_per_s, free_slots), held)

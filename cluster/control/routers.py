@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster.control.gates import EXPIRES_S, decide, levels
-from cluster.messages import Gates, RouterDemand, RouterService, TenantService
+from cluster.messages import Gates, RouterDemand, RouterService, TenantService, Waiter
 from cluster.types import RouterId
 
 PENDING_MAX = 8192
@@ -60,7 +62,9 @@ class Routers:
             other.pending = {key: told for key, told in other.pending.items() if key[1] != router_id}
 
     def heard(self, router_id: RouterId, demand: RouterDemand, now_s: float) -> None:
-        self._routers[router_id].heard[demand.model] = _Heard(demand, now_s)
+        heads = tuple(_by_one_clock(waiter, now_s - demand.observed_unix_s) for waiter in demand.heads)
+        timed = msgspec.structs.replace(demand, heads=heads, observed_unix_s=now_s)
+        self._routers[router_id].heard[demand.model] = _Heard(timed, now_s)
         for other_id, other in self._routers.items():
             if other_id == router_id:
                 continue
@@ -112,3 +116,9 @@ class Routers:
             RouterService(r, pending.number, pending.sent_service, tuple(pending.service.values()))
             for r, pending in taken
         )
+
+
+def _by_one_clock(waiter: Waiter, shift_s: float) -> Waiter:
+    """Its times by the clock here; they are as exact as the link is quick. (Under fcfs the rank is no time, and level.)"""
+    rank = waiter.rank + shift_s if waiter.rank else waiter.rank
+    return msgspec.structs.replace(waiter, rank=rank, arrived_unix_s=waiter.arrived_unix_s + shift_s)

@@ -185,8 +185,7 @@ class KvMemory:
 
     def take_prefix_change(self) -> PrefixChange | None:
         """What the prefix cache has got and lost since this was asked last."""
-        changed = self.pool.take_changed()
-        return change_of(changed, self._is_held) if changed else None
+        return change_of(self.pool.take_changed(), self._is_held)
 
     def _is_held(self, prefix_hash: bytes) -> bool:
         return self.pool.find(prefix_hash) is not None

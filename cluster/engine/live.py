@@ -178,6 +178,6 @@ class Live:
         if self.scores is not None and not self.must_score:
             scores, self.scores = tuple(self.scores), None
         request_id, attempt = self.state.identity
-        first = index == len(self.request.emitted_ids)
-        cached_tokens = (self.cached_tokens or 0) if first else 0
+        # What goes on elsewhere has said it where it began.
+        cached_tokens = 0 if index else self.cached_tokens or 0
         return TokenDelta(request_id, attempt, index, token_ids, pieces, finish, error, logprobs, scores, cached_tokens)

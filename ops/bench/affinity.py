@@ -149,9 +149,11 @@ class _Port:
     def generation(self) -> Generation:
         return GENERATION
 
-    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
+    def add(
+        self, request: Request, attempt: int, *, shared: bool = False, trial: int = 0, trial_tokens: int = 0
+    ) -> int:
         sequence = next(self.sequence)
-        self.replica.add(Add(request, attempt, sequence, shared), self.router)
+        self.replica.add(Add(request, attempt, sequence, shared, trial, trial_tokens), self.router)
         return sequence
 
     def abort(self, request_id: RequestId, attempt: int) -> None:

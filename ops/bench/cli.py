@@ -106,6 +106,7 @@ def replay(
     from ops.bench.schedule import SERVICE_TIERS, parse_classes, parse_scale, plan
     from ops.bench.stats import parse_slos
     from ops.bench.trace import read_trace
+    from ops.endpoint import read_environment
     from ops.errors import CommandError
     from ops.report import check_writable, console, print_table, write_json
 
@@ -114,6 +115,7 @@ def replay(
     if not url.startswith(("http://", "https://")):
         raise CommandError(f"--url: {url!r} must begin with http:// or https://")
     check_writable(json_file)
+    credentials = read_environment().credentials
     time_factor = parse_scale(time_scale, "--time-scale")
     token_factor = parse_scale(token_scale, "--token-scale")
     slos = parse_slos(slo or [], SERVICE_TIERS)
@@ -163,7 +165,7 @@ def replay(
                 counts=f"{progress.sent - progress.ended} in flight, {progress.failed} failed",
             )
 
-        result = uvloop.run(replaying.replay(planned, settings, replaying.Progress(show)))
+        result = uvloop.run(replaying.replay(planned, settings, replaying.Progress(show), credentials))
 
     report, summaries = replaying.build_report(result, shlex.join(["forebay", *sys.argv[1:]]))
     header, rows = replaying.table_cells(summaries)
@@ -193,7 +195,6 @@ def step(
     """
     import asyncio
 
-    from rich.progress import Progress
     from uvloop import new_event_loop
 
     from cluster.clock import SystemClock
@@ -204,7 +205,7 @@ def step(
     from deployments.settings import Environment
     from ops.bench.step import StepSettings, TimedEngine, build_report, measure
     from ops.errors import CommandError
-    from ops.report import check_writable, console, print_rows, write_json
+    from ops.report import check_writable, console, counting_bar, print_rows, write_json
 
     check_writable(json_file)
     if dtype not in list(DType):
@@ -218,7 +219,7 @@ def step(
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
     errors = console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with counting_bar(errors) as bar:
         task = bar.add_task("rounds", total=2 * rounds)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             times = runner.run(measure(engine, settings, lambda: bar.advance(task)))
@@ -243,8 +244,6 @@ def scheduler(
     """Measure the scheduler: the time of a plan with 256 requests running and 10,000 waiting, its share of a step of 32
     streams, and the memory of a waiting request. Needs no running server.
     """
-    from rich.progress import Progress
-
     from cluster.config import BatchingMode, DType, EngineConfig, Order
     from cluster.engine.torch.build import build_engine, prepare_process
     from cluster.model import ModelFolder, ModelFolderError
@@ -252,7 +251,7 @@ def scheduler(
     from deployments.settings import Environment
     from ops.bench.scheduler import SchedulerSettings, build_report, time_plans, time_steps, waiting_request_bytes
     from ops.errors import CommandError
-    from ops.report import check_writable, console, print_rows, write_json
+    from ops.report import check_writable, console, counting_bar, print_rows, write_json
 
     check_writable(json_file)
     for option, value, known in (("--mode", mode, BatchingMode), ("--order", order, Order), ("--dtype", dtype, DType)):
@@ -274,7 +273,7 @@ def scheduler(
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
     errors = console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with counting_bar(errors) as bar:
         task = bar.add_task("plans and steps", total=2 * rounds + tokens)
         plan_ms = time_plans(wide, settings, lambda: bar.advance(task))
         narrow = SchedulerSettings(running=settings.streams, rounds=rounds)
@@ -298,16 +297,14 @@ def queue(
     """Measure the router's order: a request's way into and out of the queue of 1,000 tenants with 1,000 to 1,000,000
     waiting, and the choice among 1,000 replicas. Takes 1 GB of memory; needs no running server and no model.
     """
-    from rich.progress import Progress
-
     from ops.bench.queue import ROUND, SCENES, QueueSettings, build_report, time_all_picks, time_turns
-    from ops.report import check_writable, console, print_rows, write_json
+    from ops.report import check_writable, console, counting_bar, print_rows, write_json
 
     check_writable(json_file)
     settings = QueueSettings(turns=turns, picks=picks, seed=seed)
     settings = replace(settings, lengths=tuple(sorted({*settings.lengths[:2], longest})))
     errors = console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with counting_bar(errors) as bar:
         task = bar.add_task("turns and placements", total=turns // ROUND + len(SCENES) + 1)
         turn_us = time_turns(settings, lambda: bar.advance(task))
         pick_us = time_all_picks(settings, lambda: bar.advance(task))
@@ -385,8 +382,6 @@ def prefix(
 
     Both alone on the embedded engine; medians over the rounds. Needs no running server.
     """
-    from rich.progress import Progress
-
     from cluster.config import DType, EngineConfig
     from cluster.engine.torch.build import build_engine, prepare_process
     from cluster.model import ModelFolder, ModelFolderError
@@ -394,7 +389,7 @@ def prefix(
     from deployments.settings import Environment
     from ops.bench.prefix import PrefixSettings, build_report, measure
     from ops.errors import CommandError
-    from ops.report import check_writable, console, print_rows, write_json
+    from ops.report import check_writable, console, counting_bar, print_rows, write_json
 
     check_writable(json_file)
     if dtype not in list(DType):
@@ -410,7 +405,7 @@ def prefix(
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
     errors = console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with counting_bar(errors) as bar:
         task = bar.add_task("prompts", total=rounds)
         measured = measure(engine, folder.vocab_size, settings, lambda: bar.advance(task))
     report = build_report(measured, settings, folder, config)
@@ -434,16 +429,14 @@ def affinity(
     of them. Llama-2-7B on A100s in virtual time, through the real routers and engines. Needs no running server and no
     model.
     """
-    from rich.progress import Progress
-
     from ops.bench.affinity import AffinitySettings, Knowledge, arrivals_of, build_report, repeated_tokens, run
-    from ops.report import check_writable, console, print_rows, write_json
+    from ops.report import check_writable, console, counting_bar, print_rows, write_json
 
     check_writable(json_file)
     settings = AffinitySettings(requests=requests, routers=routers, blocks=blocks, seed=seed)
     arrivals = arrivals_of(settings)
     errors, runs = console(stderr=True), {}
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with counting_bar(errors) as bar:
         for knowledge in bar.track(Knowledge, description="runs"):
             runs[knowledge] = run(settings, arrivals, knowledge)
     report = build_report(runs, repeated_tokens(settings, arrivals), settings)
@@ -469,8 +462,6 @@ def migrate(
 
     Exit code: 0, or 1 if a token differed.
     """
-    from rich.progress import Progress
-
     from cluster.clock import SystemClock
     from cluster.config import DType, EngineConfig
     from cluster.engine.runner import EngineRunner
@@ -480,7 +471,7 @@ def migrate(
     from deployments.settings import Environment
     from ops.bench.migrate import MigrateSettings, Source, build_report, measure, target_process
     from ops.errors import CommandError
-    from ops.report import check_writable, console, print_rows, write_json
+    from ops.report import check_writable, console, counting_bar, print_rows, write_json
 
     check_writable(json_file)
     if dtype not in list(DType):
@@ -500,7 +491,7 @@ def migrate(
     try:
         with (
             target_process(folder, config.dtype) as target,
-            Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar,
+            counting_bar(errors) as bar,
         ):
             task = bar.add_task("moves", total=rounds)
             moves = measure(source, target, folder.vocab_size, settings, lambda: bar.advance(task))

@@ -21,6 +21,7 @@ import msgspec
 
 from ops.bench.stats import Answer, Failure
 from ops.bench.stream import AnswerStream, StreamError, decode_chunk, error_message
+from ops.endpoint import unauthorized
 from ops.errors import CommandError
 
 _SETUP_TIMEOUT_S = 30.0
@@ -56,11 +57,12 @@ class Ask:
 class Endpoint:
     """One server, one model. Times it reports are seconds since `start` on the monotonic clock."""
 
-    def __init__(self, url: str, api: Api, timeout_s: float) -> None:
-        """`url` with or without a trailing /v1."""
+    def __init__(self, url: str, api: Api, timeout_s: float, credentials: Mapping[str, str]) -> None:
+        """`url` with or without a trailing /v1. `credentials`: headers that go with every request."""
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._api = api
         self._timeout_s = timeout_s
+        self._credentials = credentials
         self._tls = httpx.create_ssl_context()
         self._start_s = time.monotonic()
         self.model = ""
@@ -76,7 +78,7 @@ class Endpoint:
         """Set the model to `wanted`, or to the first that the server offers, and so see that it is there at all.
 
         Raises:
-            CommandError: nobody answers at the address, or no model can be told.
+            CommandError: nobody answers at the address, it asks for another key, or no model can be told.
         """
         try:
             async with self._client(_SETUP_TIMEOUT_S) as client:
@@ -90,6 +92,8 @@ class Endpoint:
             ) from error
         except msgspec.MsgspecError as error:
             raise CommandError(f"--url: {self._base}/models is no list of models: {error}") from error
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise unauthorized(self._base, self._credentials)
         if wanted is None and not names:
             raise CommandError(f"--url: {self._base}/models names no model (HTTP {response.status_code}); give --model")
         self.model = wanted or names[0]
@@ -183,7 +187,7 @@ class Endpoint:
         }  # fmt: skip
 
     def _client(self, timeout_s: float | None) -> httpx.AsyncClient:
-        return httpx.AsyncClient(timeout=timeout_s, verify=self._tls, trust_env=False)
+        return httpx.AsyncClient(headers=self._credentials, timeout=timeout_s, verify=self._tls, trust_env=False)
 
 
 _PATHS: Mapping[Api, str] = {Api.COMPLETIONS: "completions", Api.CHAT: "chat/completions"}

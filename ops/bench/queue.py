@@ -130,7 +130,9 @@ class _Port:
         self.replica_id = ReplicaId(f"replica-{number:04}")
         self.generation = Generation(1, "bench")
 
-    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
+    def add(
+        self, request: Request, attempt: int, *, shared: bool = False, trial: int = 0, trial_tokens: int = 0
+    ) -> int:
         raise NotImplementedError("nothing is sent")
 
     def abort(self, request_id: RequestId, attempt: int) -> None:

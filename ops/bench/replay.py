@@ -74,15 +74,17 @@ class ReplayResult:
     answers: tuple[Answer, ...]
 
 
-async def replay(planned: Sequence[PlannedRequest], settings: ReplaySettings, progress: Progress) -> ReplayResult:
-    """Send every request at its time and read every answer.
+async def replay(
+    planned: Sequence[PlannedRequest], settings: ReplaySettings, progress: Progress, credentials: Mapping[str, str]
+) -> ReplayResult:
+    """Send every request at its time, with `credentials` among its headers, and read every answer.
 
     Raises:
         CommandError: nobody answers at the address, or prompts cannot be made to length. A request that fails during
             the replay is an answer, not an error.
     """
     allow_many_connections()
-    endpoint = Endpoint(settings.url, settings.api, settings.timeout_s)
+    endpoint = Endpoint(settings.url, settings.api, settings.timeout_s, credentials)
     await endpoint.find_model(settings.model)
     if settings.tokenizer is None:
         lexicon = await _measured_lexicon(endpoint)

@@ -12,20 +12,32 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from deployments.controller_link import Find
 from deployments.process import configure_logging, settle
 from deployments.router_process import RouterProcess
 from deployments.settings import Instance
 from ops.bench.router_wire import Listening, say
 
 
-async def run(instance: Instance, controller_port: int) -> None:
+def find_at(controller_port: int) -> Find:
+    """The controller that listens there on this machine."""
+
     async def find() -> tuple[str, int]:
         return "127.0.0.1", controller_port
 
+    return find
+
+
+async def started(instance: Instance, controller_port: int) -> RouterProcess:
     configure_logging(instance)
-    router = RouterProcess(instance, find)
+    router = RouterProcess(instance, find_at(controller_port))
     await router.start()
     settle()
+    return router
+
+
+async def run(instance: Instance, controller_port: int) -> None:
+    router = await started(instance, controller_port)
     port = urlsplit(router.url).port
     assert port is not None
     say(Listening((port,)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from rich.console import Console
 
 from cluster.metrics import REPLICAS_READY
 from cluster.model import ModelFolder
+from deployments.checks import free_ports
 from deployments.settings import Instance, Profile
 from ops.bench.peers.routers import HEALTH_PATH, command
 from ops.bench.router import (
@@ -201,8 +201,8 @@ class Bench:
         return Target(OURS, router, port, replicas)
 
     def _peer(self, name: str) -> Target:
-        port, metrics_port = _free_ports(2)
-        started = command(name, PEERS_BIN, port, metrics_port, self.mock_ports)
+        port = free_ports("127.0.0.1", 2)
+        started = command(name, PEERS_BIN, port, port + 1, self.mock_ports)
         # Whatever it logs goes to the file that `Worker` keeps; nobody reads its standard output.
         router = Part(name, ("/bin/sh", "-c", 'exec "$0" "$@" >&2', *started))
         self._stack.enter_context(_closing(router))
@@ -271,13 +271,6 @@ def _closing(part: Part) -> Iterator[Part]:
         yield part
     finally:
         part.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(sock.getsockname()[1]) for sock in sockets]
 
 
 def ensure_peers() -> None:

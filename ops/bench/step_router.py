@@ -29,9 +29,10 @@ class Counter:
         self.ended = asyncio.Event()
         self.open = 0
 
-    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> None:
+    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> bool:
         del port, report
         self.up.set()
+        return True
 
     def link_down(self, replica_id: ReplicaId, generation: Generation) -> None:
         sys.exit(f"link to {replica_id} of generation {generation.number} broke")

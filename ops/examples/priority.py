@@ -4,7 +4,8 @@
 
 Fills every slot of every replica with `service_tier: "flex"` streams, then sends one `service_tier: "priority"` request
 and measures how long its first token took, in milliseconds and in engine steps. Then it lets all streams end, and
-compares each text with one undisturbed run of the same prompt at temperature 0.
+compares each text with one undisturbed run of the same prompt at temperature 0. Where the router asks for a key it is the
+one in FOREBAY_API_KEY, which must be allowed the class of urgent requests.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from openai import APIError, AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import metrics
+from ops.endpoint import read_environment
+from ops.errors import CommandError
 
 FLEX_PROMPT = "Count upward from one, in words: one, two, three,"
 URGENT_PROMPT = "The capital of France is"
-_POLL_S = 0.05
+NO_KEY = "none"
+"""OpenAI's client must present something."""
 
 
 @dataclass
@@ -78,15 +82,24 @@ async def stream(
     return result
 
 
-async def demonstrate(url: str, flex_tokens: int = 120, urgent_tokens: int = 8) -> PriorityResult:
+def openai_client(url: str, api_key: str) -> AsyncOpenAI:
+    """Without retries, which would hide what is shown here."""
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=600)
+
+
+async def demonstrate(
+    url: str, flex_tokens: int = 120, urgent_tokens: int = 8, api_key: str = NO_KEY
+) -> PriorityResult:
     """Run the demonstration.
 
     Raises:
         RuntimeError: there is no replica, or the slots could not be filled because other work runs.
     """
-    # Retries would hide what is shown here.
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
-    async with httpx.AsyncClient(base_url=url, timeout=30) as plain, client:
+    credentials = {"authorization": f"Bearer {api_key}"}
+    async with (
+        httpx.AsyncClient(base_url=url, headers=credentials, timeout=30) as plain,
+        openai_client(url, api_key) as client,
+    ):
         model, slots = await _model_and_slots(plain)
         before = await _preemptions(plain)
         started = [asyncio.Event() for _ in range(slots)]
@@ -149,9 +162,15 @@ def main() -> int:
         help="output length of the streams that fill the slots (default: %(default)s)",
     )
     arguments = parser.parse_args()
+    try:
+        key = read_environment().api_key
+    except CommandError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     print(f"Filling every slot of {arguments.url} with flex streams, then sending one urgent request: a minute or so …")
     try:
-        result = asyncio.run(demonstrate(arguments.url.rstrip("/"), arguments.tokens))
+        api_key = NO_KEY if key is None else key.get_secret_value()
+        result = asyncio.run(demonstrate(arguments.url.rstrip("/"), arguments.tokens, api_key=api_key))
     except (RuntimeError, httpx.HTTPError, APIError) as error:
         why = str(error) or type(error).__name__
         print(f"could not show it: {why} (is Forebay running at {arguments.url}?)", file=sys.stderr)

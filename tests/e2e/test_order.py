@@ -14,7 +14,8 @@ from cluster.metrics import GATE_HELD, GATE_SHUT, QUEUE_WAIT, REPLICAS_READY, Me
 from cluster.model import ModelFolder
 from deployments.settings import Profile
 from tests.line import read_metric, until
-from tests.processes import Cluster, client_of, running_cluster
+from tests.processes import Cluster, running_cluster
+from tests.ray.streams import client_of
 
 PROFILE = Profile.model_validate(
     {

@@ -18,13 +18,12 @@ import pytest
 from cluster.metrics import IN_FLIGHT, REPLICA_RUNNING
 from cluster.model import ModelFolder
 from deployments.checks import free_ports
-from deployments.settings import Profile, url_of
+from deployments.settings import Profile
+from tests.closed_loop import Load, running_load
 from tests.haproxy import CHECK_EVERY_S, CHECKS, balanced, needs_haproxy
 from tests.line import read_metric, until
-from tests.processes import client_of
-from tests.ray.streams import Reader, body
-from tests.upgrade import Fleet, running_fleet, until_ready
-from tests.upgrade_load import Load, running_load
+from tests.processes import Cluster, running_cluster
+from tests.ray.streams import Reader, body, client_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -36,35 +35,29 @@ BETWEEN = 3 * CLIENTS
 PROMPTS = [f"{word} upon a time" for word in ("once", "twice", "thrice")]
 FIELDS = body(model="tiny-llama", max_tokens=TOKENS)
 
-Running = Callable[..., AbstractAsyncContextManager[Fleet]]
+Running = Callable[..., AbstractAsyncContextManager[Cluster]]
 
 
 @pytest.fixture
 def running(tiny_model: ModelFolder, tmp_path: Path) -> Running:
-    def make(*, routers: int, notice_s: float, orphan_after_s: float = 5.0) -> AbstractAsyncContextManager[Fleet]:
+    def make(*, routers: int, notice_s: float, orphan_after_s: float = 5.0) -> AbstractAsyncContextManager[Cluster]:
         profile = Profile.model_validate(
             {
-                "replicas": 2,
-                "routers": routers,
                 "engine": {"slots": 16, "step_token_budget": 128, "blocks": 512, "max_model_len": 1024},
-                "router": {"port": free_ports("127.0.0.1", routers), "drain_notice_s": notice_s},
+                "router": {"drain_notice_s": notice_s},
                 "transport": {"orphan_after_s": orphan_after_s},
                 # Less than an answer takes, so that each replica that leaves hands back what it has begun.
                 "health": {"hand_back_after_s": TOKENS * STEP_S / 3, "drain_timeout_s": 30},
             }
         )
-        return running_fleet(tiny_model, profile, tmp_path, step_s=STEP_S)
+        port = free_ports("127.0.0.1", routers)
+        return running_cluster(tiny_model, profile, tmp_path, step_s=STEP_S, routers=routers, port=port)
 
     return make
 
 
-def urls_of(fleet: Fleet) -> list[str]:
-    return [url_of(fleet.profile.router.host, port) for port in fleet.profile.ports]
-
-
 async def undisturbed(url: str) -> dict[str, str]:
     """The answer to each prompt."""
-    await until_ready(url)
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
 
         async def one(prompt: str) -> str:
@@ -74,11 +67,11 @@ async def undisturbed(url: str) -> dict[str, str]:
         return dict(zip(PROMPTS, await asyncio.gather(*map(one, PROMPTS)), strict=True))
 
 
-async def replace_replicas(fleet: Fleet, load: Load) -> None:
+async def replace_replicas(cluster: Cluster, load: Load) -> None:
     """One after the other, as where there is no GPU to spare: the old one goes before the new one comes."""
-    for _ in range(len(fleet.replicas)):
-        assert await fleet.replicas.pop(0).leave() == 0
-        await fleet.add_replica()
+    for _ in range(len(cluster.replicas)):
+        assert await cluster.replicas.pop(0).leave() == 0
+        await cluster.start_replica()
         await load.another(BETWEEN)
 
 
@@ -87,17 +80,17 @@ async def test_replicas_and_one_of_two_routers_behind_haproxy_are_replaced_and_n
     running: Running, tmp_path: Path
 ) -> None:
     notice_s = 2 * CHECKS * CHECK_EVERY_S
-    async with running(routers=2, notice_s=notice_s) as fleet, balanced(urls_of(fleet), tmp_path) as url:
+    async with running(routers=2, notice_s=notice_s) as cluster, balanced(cluster.urls, tmp_path) as url:
         expected = await undisturbed(url)
         began_s = time.monotonic()
         async with running_load(url, FIELDS, expected, CLIENTS) as load:
             await load.another(BETWEEN)
-            await replace_replicas(fleet, load)
+            await replace_replicas(cluster, load)
             replicas_s = time.monotonic() - began_s
-            leaver = fleet.routers.pop(0)
+            leaver = cluster.routers.pop(0)
             assert await leaver.leave() == 0
             await load.another(BETWEEN)
-            assert set(await fleet.add_router()) < set(fleet.profile.ports)
+            assert await cluster.start_router() in cluster.urls
             await load.another(BETWEEN)
         print(f"{load.whole} answers; replicas took {replicas_s:.1f} s, all {time.monotonic() - began_s:.1f} s")
         assert load.wrong == {}
@@ -105,14 +98,14 @@ async def test_replicas_and_one_of_two_routers_behind_haproxy_are_replaced_and_n
 
 async def test_the_only_router_is_replaced_on_its_own_port_and_no_client_sees_an_error(running: Running) -> None:
     """The new one stands by before the old one leaves, and no balancer is before them."""
-    async with running(routers=1, notice_s=0) as fleet:
-        (url,) = urls_of(fleet)
+    async with running(routers=1, notice_s=0) as cluster:
+        (url,) = cluster.urls
         expected = await undisturbed(url)
         async with running_load(url, FIELDS, expected, CLIENTS) as load:
             await load.another(BETWEEN)
             for _ in range(3):
-                assert await fleet.add_router() == ()
-                assert await fleet.routers.pop(0).leave() == 0
+                assert await cluster.start_router() is None
+                assert await cluster.routers.pop(0).leave() == 0
                 await load.another(BETWEEN)
         print(f"{load.whole} answers")
         assert load.wrong == {}
@@ -121,19 +114,14 @@ async def test_the_only_router_is_replaced_on_its_own_port_and_no_client_sees_an
 async def test_a_killed_router_takes_its_own_clients_with_it_and_nothing_else(running: Running) -> None:
     """Its replicas end its work once it has been away for long enough; another router's goes on."""
     orphan_after_s = 1.0
-    async with running(routers=2, notice_s=0, orphan_after_s=orphan_after_s) as fleet:
-        urls = urls_of(fleet)
-        for url in urls:
-            await until_ready(url)
+    async with running(routers=2, notice_s=0, orphan_after_s=orphan_after_s) as cluster:
+        urls = cluster.urls
         async with client_of(urls[0]) as doomed, client_of(urls[1]) as other:
             cut = [Reader(doomed, body(max_tokens=1000)) for _ in range(4)]
             whole = [Reader(other, body(max_tokens=400)) for _ in range(4)]
             await asyncio.gather(*(reader.begun.wait() for reader in (*cut, *whole)))
             await until(lambda: read_metric(other, REPLICA_RUNNING), (8.0).__eq__)
-            first = (await doomed.get("/status")).json()["cluster"]["routers"]
-            (pid,) = [one["pid"] for one in first if one["url"] == urls[0]]
-            (victim,) = [router for router in fleet.routers if router.pid == pid]
-            victim.kill()
+            cluster.routers[0].kill()
             ends = await asyncio.gather(*(reader.task for reader in cut), return_exceptions=True)
             assert all(isinstance(end, httpx.TransportError) for end in ends)
             _, waited_s = await until(lambda: read_metric(other, REPLICA_RUNNING), lambda n: n <= 4)
@@ -145,21 +133,19 @@ async def test_a_killed_router_takes_its_own_clients_with_it_and_nothing_else(ru
 
 
 async def test_a_second_signal_ends_a_router_at_once(running: Running) -> None:
-    async with running(routers=1, notice_s=20) as fleet:
-        (url,) = urls_of(fleet)
-        await until_ready(url)
-        (router,) = fleet.routers
+    async with running(routers=1, notice_s=20) as cluster:
+        (url,), (router,) = cluster.urls, cluster.routers
         async with client_of(url) as client:
             reader = Reader(client, body(max_tokens=1000))
             await reader.begun.wait()
-            router.told()
+            router.terminate()
 
             async def ready() -> int:
                 return (await client.get("/ready")).status_code
 
             await until(ready, (503).__eq__)
             began_s = time.monotonic()
-            router.told()
+            router.terminate()
             assert await router.left() == 0
             assert time.monotonic() - began_s < 5
             with pytest.raises(httpx.TransportError):

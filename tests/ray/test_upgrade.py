@@ -13,10 +13,10 @@ import pytest
 
 from cluster.model import ModelFolder
 from deployments.settings import Instance, Profile, url_of
+from tests.closed_loop import running_load
 from tests.line import until
 from tests.ray.conftest import Served, served
 from tests.ray.streams import body, client_of
-from tests.upgrade_load import running_load
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -149,6 +149,9 @@ class FakeReplica:
     state: ReplicaState = ReplicaState.READY
     step_age_s: float | None = None
     refuse_with: RefusalReason | None = None
+    others: bool = False
+    trial: int = 0
+    """Of other routers."""
     means: PreemptionMeans = PreemptionMeans.RECOMPUTE
     codec: TextCodec | None = None
     end_ids: frozenset[int] = frozenset()
@@ -167,7 +170,9 @@ class FakeReplica:
 
     # --- what the router calls ---
 
-    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
+    def add(
+        self, request: Request, attempt: int, *, shared: bool = False, trial: int = 0, trial_tokens: int = 0
+    ) -> int:
         self.sequence += 1
         self.added.append((request, attempt))
         if self.refuse_with is not None:
@@ -280,6 +285,8 @@ class FakeReplica:
             ),
             step_age_s=self.step_age_s,
             applied_sequence=self.sequence,
+            trial=self.trial,
+            others=self.others,
         )
 
     def _preempt(self, held: Held, chosen: list[Held]) -> Preempted:

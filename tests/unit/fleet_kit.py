@@ -41,7 +41,9 @@ class Port:
     def generation(self) -> Generation:
         return self.shared.engine.generation
 
-    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
+    def add(
+        self, request: Request, attempt: int, *, shared: bool = False, trial: int = 0, trial_tokens: int = 0
+    ) -> int:
         if shared:
             self.shared.by_share[request.request_id] = (self.router, request.priority, self.shared.fleet.clock.now_s)
         self.shared.owner[request.request_id] = self.router

@@ -139,12 +139,12 @@ def planned(count: int, *, gap_s: float = 0.0, tokens: int = 4, prompt: int = 10
 
 
 async def run(url: str, requests: list[PlannedRequest], **changes: Any) -> ReplayResult:
-    return await replay(requests, settings(url, **changes), Progress(lambda _: None))
+    return await replay(requests, settings(url, **changes), Progress(lambda _: None), {})
 
 
 async def one_answer(stream: Stream, timeout_s: float = 30.0) -> Answer:
     async with serving(ScriptedServer(stream)) as url:
-        endpoint = Endpoint(url, Api.COMPLETIONS, timeout_s)
+        endpoint = Endpoint(url, Api.COMPLETIONS, timeout_s, {})
         return await endpoint.send(Ask(0, "standard", "default", 0.0, "a b c", 9, 4))
 
 
@@ -280,7 +280,7 @@ async def test_answer_that_takes_too_long_is_a_timeout() -> None:
 async def test_server_gone_during_the_replay_is_counted_as_connect() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    endpoint = Endpoint(f"http://127.0.0.1:{port}", Api.COMPLETIONS, 5.0)
+    endpoint = Endpoint(f"http://127.0.0.1:{port}", Api.COMPLETIONS, 5.0, {})
     answer = await endpoint.send(Ask(0, "standard", "default", 0.0, "a", 1, 1))
     assert (answer.failure, answer.status) == (Failure.CONNECT, None)
 

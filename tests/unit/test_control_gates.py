@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.control.gates import BLOCKED_S, EXPIRES_S, HELD_S, LET_OUT_MIN, decide, levels
+from cluster.control.gates import BLOCKED_S, EXPIRES_S, GATHER_S, HELD_S, LET_OUT_MIN, decide, levels
 from cluster.control.routers import PENDING_MAX, Routers
 from cluster.messages import BandDemand, BandLevel, Gate, RouterDemand, TenantService, Waiter
 from cluster.types import RouterId
@@ -237,3 +237,28 @@ def test_what_is_kept_for_a_router_that_does_not_read_is_bounded_and_comes_later
 def test_a_demand_that_has_nobody_waiting_behind_its_figures_breaks_nothing(count: int) -> None:
     odd = demand(0, waiting=count)
     assert decide({A: odd, B: odd}, 0).gate(A) is None
+
+
+# --- routers whose clocks or words are wrong ---
+
+
+@pytest.mark.parametrize("ahead_s", [-300.0, 0.0, 300.0])
+@pytest.mark.parametrize("ranked", [False, True])
+def test_clocks_of_routers_that_differ_by_minutes_change_nobody_s_turn(ahead_s: float, ranked: bool) -> None:
+    """Five requests of one tenant have come to A and B by turns; B's clock is ahead, or behind."""
+    routers = Routers()
+    for router_id, clock_s, waited_s in ((A, 1e9, (9.0, 7.0, 5.0)), (B, 1e9 + ahead_s, (8.0, 6.0))):
+        routers.joined(router_id)
+        at = [clock_s - s for s in waited_s]
+        heads = (waiter(arrived, rank=arrived if ranked else 0.0) for arrived in at)
+        told = msgspec.structs.replace(demand(0, *heads, first_for_s=1.0, blocked=True), observed_unix_s=clock_s)
+        routers.heard(router_id, told, now_s=50.0)
+    gates = {r: g.gate for r, g in routers.hand_out(50.0, lambda _: 0, lambda _: True)}
+    assert gates == {A: Gate(0, 1), B: Gate(0, 0)}, "the oldest of all is the first"
+
+
+def test_a_first_that_gathers_no_room_in_the_stated_time_holds_nobody_up_any_longer() -> None:
+    small = demand(0, *line(2, 3), held_s=9.0)
+    for first_for_s, gate in ((GATHER_S, 0), (GATHER_S + 0.1, 2)):
+        large = demand(0, *line(1, 4), blocked=True, first_for_s=first_for_s)
+        assert decide({A: large, B: small}, free_slots=3).gate(B) == Gate(0, gate)

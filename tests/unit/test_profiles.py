@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -17,7 +18,7 @@ from cluster.engine.memory import VLLM_PROCESSES_BYTES, memory_bytes
 from cluster.engine.vllm import version
 from cluster.model import ModelFolder
 from deployments.app import replica_deployments
-from deployments.checks import check_gpus, find_models, preflight
+from deployments.checks import check_gpus, find_models, free_ports, preflight
 from deployments.engines import check_installed, gpu_options
 from deployments.instances import InstanceState
 from deployments.settings import PROFILES, Environment, Instance, ModelConfig, Profile, UsageError, load_profile
@@ -215,6 +216,15 @@ def test_port_of_an_instance_of_one_s_own_is_told_with_how_to_reach_and_to_end_i
         said = rf"by your instance that serves a, b at {url} \(`kill -INT {os.getpid()}` ends it\); choose another"
         with pytest.raises(UsageError, match=said):
             preflight(profile, models, environment)
+
+
+def test_free_ports_are_free_in_a_row_and_none_that_the_kernel_gives_out_meanwhile() -> None:
+    lowest_given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first = free_ports("127.0.0.1", 3)
+    assert first + 3 <= lowest_given_out
+    with contextlib.ExitStack() as stack:
+        for port in range(first, first + 3):
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
 
 
 def test_gpus_are_counted_over_all_models() -> None:

@@ -24,6 +24,8 @@ from cluster.types import FinishReason, Outcome, TokenDelta
 from deployments.router_process import RouterProcess
 from deployments.settings import Environment, Instance, Profile, UsageError, load_profile
 from ops import cli
+from ops.bench.prompts import CALIBRATION_WORDS
+from ops.examples import priority
 from router import auth
 from router.app import Front
 from router.auth import ANYBODY, OPEN_PATHS, Guard, identity_of
@@ -32,6 +34,7 @@ from router.keys import Identity, KeyFile, KeyRing
 from router.limits import Limits
 from tests.unit.http_kit import CHAT, HI, TEXT, World, plain_client, raw_post, serving
 
+TRACE = Path(__file__).parents[1] / "data" / "trace_azure.csv"
 OPENAI_FORM = {"message", "type", "param", "code"}
 
 
@@ -660,6 +663,42 @@ async def test_status_command_presents_the_key_of_the_environment(
         assert await asyncio.to_thread(cli.run, ("status", "--json")) == 0
         assert '"router"' in capsys.readouterr().out
         assert key not in repr(Environment())
+
+
+async def test_replay_presents_the_key_of_the_environment_with_every_request(
+    tiny_model: ModelFolder, keys: KeyFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = keys.create("acme")[1]
+    async with guarded(tiny_model, keys) as world:
+        replay = ("bench", "replay", "--trace", str(TRACE), "--url", world.url, "--token-scale", "1/100")
+        assert await asyncio.to_thread(cli.run, replay) == 2
+        assert "set FOREBAY_API_KEY" in capsys.readouterr().err
+        monkeypatch.setenv("FOREBAY_API_KEY", key)
+        assert await asyncio.to_thread(cli.run, replay) == 0
+        said = capsys.readouterr()
+        assert key not in said.out + said.err
+        requests = len(TRACE.read_text().splitlines()) - 1
+        calibrations = len(CALIBRATION_WORDS)
+        assert sum(world.ended(Outcome.FINISHED, one.name) for one in DEFAULT_CLASSES) == requests + calibrations
+
+
+async def test_example_of_urgent_work_presents_the_key_of_the_environment(
+    tiny_model: ModelFolder, keys: KeyFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the router's status and to the API alike. What it shows is shown on real engines (tests/e2e/test_line.py)."""
+    key = keys.create("acme")[1]
+    async with guarded(tiny_model, keys) as world:
+        monkeypatch.setattr("sys.argv", ["priority", "--url", world.url])
+        assert await asyncio.to_thread(priority.main) == 2
+        assert "401" in capsys.readouterr().err
+        monkeypatch.setenv("FOREBAY_API_KEY", key)
+        assert await asyncio.to_thread(priority.main) == 2
+        assert "no replica has reported yet" in capsys.readouterr().err, (
+            "it was let in, and there is no controller here"
+        )
+        async with priority.openai_client(world.url, key) as client:
+            result = await priority.stream(client, "tiny-llama", "once", "priority", 4, asyncio.Event())
+        assert len(result.arrivals) >= 4
 
 
 async def test_keys_and_their_look_up_come_together_or_not_at_all(tiny_model: ModelFolder) -> None:

@@ -11,7 +11,7 @@ import pytest
 from cluster.config import PriorityClass, RouterConfig
 from cluster.types import Outcome, Request, RequestId
 from router.deadlines import Timers
-from router.explain import Ended, Explanation
+from router.explain import Ended, Explanation, encode
 from router.journal import Decision
 from router.outcomes import MEANINGS
 from router.terms import Terms
@@ -297,7 +297,7 @@ def test_what_an_explanation_is_counted_as_is_no_less_than_it_holds() -> None:
 
     def end(first: int, count: int) -> None:
         for k in range(first, first + count):
-            bench.submit(f"chatcmpl-{k:032}", tokens=1, tenant=f"tenant-{k}")
+            bench.submit(f"chatcmpl-{k:032}", tokens=1, tenant=f"tenant-{k % 20}")
         while bench.core._live:
             replica.turn()
         bench.streams.clear()
@@ -319,17 +319,26 @@ def test_what_an_explanation_is_counted_as_is_no_less_than_it_holds() -> None:
     assert after - before <= ended._bytes - counted
 
 
-@pytest.mark.parametrize(("requests", "size_bytes", "kept"), [(3, 10**6, 3), (100, 6200, 3), (0, 10**6, 0)])
+@pytest.mark.parametrize(("requests", "size_bytes", "kept"), [(3, 10**6, 3), (100, 3 * 612 + 611, 3), (0, 10**6, 0)])
 def test_explanations_are_kept_up_to_a_number_and_a_size_the_latest_ones(
     requests: int, size_bytes: int, kept: int
 ) -> None:
-    """With a decision each they hold 2,048 bytes by our count."""
+    """One of 100 bytes holds 612 by our count."""
     ended = Ended(requests, size_bytes)
     for k in range(20):
-        ended.add(RequestId(str(k)), explanation(str(k)))
+        ended.add(RequestId(str(k)), b"%100d" % k)
     assert len(ended) == kept
-    known = [k for k in range(20) if ended.get(RequestId(str(k))) is not None]
+    known = [k for k in range(20) if RequestId(str(k)) in ended]
     assert known == list(range(20 - kept, 20))
+
+
+def test_what_has_ended_is_explained_as_it_was() -> None:
+    ended, first, again = Ended(2, 10**6), explanation("a"), explanation("b")
+    ended.add(RequestId("a"), encode(first))
+    ended.add(RequestId("a"), encode(again))
+    assert len(ended) == 1
+    assert ended.get(RequestId("a")) == again
+    assert ended.get(RequestId("b")) is None
 
 
 def explanation(name: str) -> Explanation:

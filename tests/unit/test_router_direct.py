@@ -160,14 +160,34 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_token_is_on_the_wire_before_its_frame_has_been_dealt_with(tiny_model: ModelFolder) -> None:
+async def test_token_is_on_the_wire_in_the_next_pass_of_the_event_loop(tiny_model: ModelFolder) -> None:
     one = side(tiny_model)
     wire = await one.post(STREAM)
     one.send(0, 0, "a")
     await settled()
     for index in range(1, 50):
         one.send(0, index, f" {index}")
+        await asyncio.sleep(0)
         assert wire.events()[-1]["choices"][0]["text"] == f" {index}"
+
+
+async def test_tokens_of_one_pass_leave_in_their_order_and_one_who_leaves_meanwhile_costs_no_other(
+    tiny_model: ModelFolder,
+) -> None:
+    one = side(tiny_model)
+    wires = [await one.post(STREAM) for _ in range(3)]
+    for number in range(3):
+        one.send(number, 0, "a")
+    await settled()
+    for index in (1, 2):
+        for number in range(3):
+            one.send(number, index, f" {index}")
+    before = bytes(wires[1].received)
+    wires[1].close()
+    one.send(0, 3, " end", finish=FinishReason.STOP)
+    await settled()
+    assert [said(wires[number].events()) for number in (0, 2)] == ["a 1 2 end", "a 1 2"]
+    assert bytes(wires[1].received) == before
 
 
 async def test_token_is_not_written_past_what_has_been_taken_and_not_written(tiny_model: ModelFolder) -> None:

@@ -16,7 +16,7 @@ from router.bodies import ChatBody, CompletionBody, DetokenizeBody, Message, Str
 from router.errors import ApiError, ErrorReply, error_json
 from router.fields import MESSAGE_NOT_OFFERED, NOT_OFFERED
 from router.headers import RequestHeaders, asked_by
-from router.openai import Api, RequestParser
+from router.openai import Api, Origin, RequestParser
 from router.terms import Terms
 from router.tokenize import detokenized, tokenized
 
@@ -93,15 +93,7 @@ def check_error(error: ApiError) -> None:
 def test_body_becomes_a_request_that_can_run_or_an_error(parser: RequestParser, api: Api, data: st.DataObject) -> None:
     raw = data.draw(raws[api])
     try:
-        prepared = parser.prepare(
-            api,
-            raw,
-            asked=asked_by([]),
-            tenant="t",
-            request_id=RequestId("r"),
-            arrived_unix_s=0.0,
-            random_seed=1,
-        )
+        prepared = parser.prepare(api, raw, Origin(asked_by([]), "t", RequestId("r"), 0.0, 1))
     except ApiError as error:
         check_error(error)
         return

@@ -5,6 +5,7 @@ Time is the kit's: one period of demands or gates is 50 ms, a step of a replica 
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import PriorityClass, RouterConfig
-from cluster.control.gates import EXPIRES_S, LET_OUT_MIN
-from cluster.messages import BandLevel, Gate, Gates, RouterService, TenantService
+from cluster.control.gates import EXPIRES_S, HELD_S, LET_OUT_MIN
+from cluster.messages import BandDemand, BandLevel, Gate, Gates, RouterDemand, RouterService, TenantService, Waiter
 from cluster.types import RefusalReason, RouterId
 from router.bands import FairShares
 from router.gates import APART_S, GateKeeper
@@ -456,3 +457,27 @@ def test_gate_ends_by_the_router_s_own_clock() -> None:
     assert gates.lets_out(1, 5.0)
     assert gates.gate(5.0 + EXPIRES_S + 0.001) is None
     assert gates.lets_out(0, 5.0 + EXPIRES_S + 0.001)
+
+
+# --- a router that says what is not so ---
+
+
+def test_a_router_that_claims_endless_urgent_work_holds_the_others_up_for_half_a_second_and_then_slows_them_only() -> (
+    None
+):
+    """The claim is of the most urgent work there can be and of more than could ever be served. Nothing of it is true: there
+    is room for all that the other has, which after HELD_S gets one place with each gate."""
+    fleet = FleetBench(routers=2)
+    fleet.replica(slots=64)
+    heads = (Waiter("liar", -math.inf, 0.0, 0.0, 1e12),)
+    lie = RouterDemand("m", 1, (BandDemand(10**6, 10**9, 0, 0.0),), heads, 1e9, False, 1e9, 1e12, 1e12, 1e12, ())
+    fleet.cores[0].demand = lambda model: lie  # type: ignore[method-assign]
+    fleet.advance(0.5)
+    fleet.sent.clear()
+    for _ in range(20):
+        fleet.submit(1, tokens=4)
+    assert not fleet.sent, "it is believed"
+    fleet.advance(HELD_S + 4 * PERIOD_S)
+    assert fleet.sent
+    fleet.advance(20 * 3 * PERIOD_S)
+    assert len(fleet.sent) == 20

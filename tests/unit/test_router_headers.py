@@ -11,7 +11,7 @@ from cluster.model import ModelFolder
 from cluster.types import Outcome, RequestId
 from router.errors import ApiError
 from router.headers import MAX_MS, MAX_SESSION_CHARS, Asked, asked_by
-from router.openai import Api, RequestParser
+from router.openai import Api, Origin, RequestParser
 from router.terms import Terms
 from tests.unit.http_kit import TEXT, plain_client, serving
 from tests.unit.test_router_openai import completion
@@ -73,9 +73,7 @@ def test_body_names_the_session_where_the_header_does_not(tiny_model: ModelFolde
     assert completion(parser, prompt_cache_key="k", session_id="s").terms.session == "s"
     named = Asked(terms=Terms(session="h"))
     body = b'{"model":"tiny-llama","prompt":"x","session_id":"s"}'
-    prepared = parser.prepare(
-        Api.COMPLETION, body, asked=named, tenant="t", request_id=RequestId("r"), arrived_unix_s=0.0, random_seed=0
-    )
+    prepared = parser.prepare(Api.COMPLETION, body, Origin(named, "t", RequestId("r"), 0.0, 0))
     assert prepared.terms.session == "h"
     with pytest.raises(ApiError) as refused:
         completion(parser, prompt_cache_key="k" * (MAX_SESSION_CHARS + 1))

@@ -7,8 +7,8 @@ import json
 import logging
 import random
 import threading
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import openai
@@ -30,9 +30,8 @@ from router import completions, parsing
 from router.auth import Guard
 from router.errors import ApiError
 from router.fields import PATHS_NOT_OFFERED
-from router.headers import Asked
 from router.limits import Limiter
-from router.openai import Api, RequestParser
+from router.openai import Api
 from router.openapi import OPERATIONS
 from tests.unit.fake_replica import FakeReplica, expected_text
 from tests.unit.http_kit import CHAT, HI, MAX_LEN, TEXT, World, client, events, plain_client, post, raw_post, serving
@@ -199,6 +198,21 @@ async def test_outcome_before_the_first_token_is_a_real_status(tiny_model: Model
             world.replica.die()
             lost = await running
             assert (lost.status_code, lost.json()["error"]["code"]) == (500, "replica_lost")
+            assert "x-should-retry" not in lost.headers
+
+
+async def test_what_killed_its_engines_is_told_not_to_come_again(tiny_model: ModelFolder) -> None:
+    """OpenAI's clients send again what ends with a 500, unless they are told not to."""
+    async with serving(tiny_model, auto=False) as world, plain_client(world) as http:
+        asking = asyncio.create_task(http.post("/v1/completions", json=TEXT))
+        await world.until(lambda: world.replica.held)
+        world.replica.die()
+        second = FakeReplica(world.core, ReplicaId("second")).connect()
+        assert len(second.added) == 1
+        second.die()
+        response = await asking
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "quarantined")
+        assert response.headers["x-should-retry"] == "false"
 
 
 async def test_engine_error_is_a_500_for_that_request_alone(tiny_model: ModelFolder) -> None:
@@ -338,9 +352,9 @@ async def test_exchange_that_has_ended_leaves_the_task_that_ran_it_alone(
     world = World(RouterConfig())
     world.replica.connect()
     pools = world.pools(tiny_model)
-    gate = parsing.ParserGate(pools, random.Random(0))
-    limiter = Limiter(random.Random(0))
-    exchange = completions.Completions(Api.COMPLETION, pools, gate, limiter, world.config)
+    rng = random.Random(0)
+    gate = parsing.ParserGate(rng)
+    exchange = completions.Completions(Api.COMPLETION, pools, gate, Limiter(rng), world.config, rng)
     messages = [{"type": "http.request", "body": json.dumps(TEXT | {"stream": True}).encode()}]
 
     async def receive() -> dict[str, Any]:
@@ -513,28 +527,21 @@ async def test_backlog_of_long_prompts_is_bounded_and_what_is_read_makes_room(
 ) -> None:
     read = threading.Event()
 
-    class SlowParser:
-        def prepare(self, api: Api, raw: bytes, **_: object) -> bytes:
-            assert read.wait(10)
-            return raw
+    def work() -> str:
+        assert read.wait(10)
+        return "read"
 
     monkeypatch.setattr(parsing, "PARSER_MAX_BYTES", 12_000)
-    gate = parsing.ParserGate(cast(RequestParser, SlowParser()), random.Random(0))
-
-    def prepare() -> Coroutine[Any, Any, object]:
-        return gate.prepare(
-            Api.CHAT, b"x" * 5000, asked=Asked(), tenant="t", request_id=RequestId("r"), arrived_unix_s=0.0
-        )
-
-    waiting = [asyncio.create_task(prepare()) for _ in range(2)]
+    gate = parsing.ParserGate(random.Random(0))
+    waiting = [asyncio.create_task(gate.run(5000, work)) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(ApiError) as refused:
-        await prepare()
+        await gate.run(5000, work)
     assert (refused.value.status, refused.value.body.code) == (429, "queue_full")
     assert int(refused.value.headers["retry-after"]) >= 1
     read.set()
     await asyncio.gather(*waiting)
-    assert await prepare() == b"x" * 5000
+    assert await gate.run(5000, work) == "read"
     gate.close()
 
 

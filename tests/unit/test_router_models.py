@@ -30,7 +30,7 @@ from router.exposition import ByModel
 from router.headers import Asked
 from router.keys import Identity
 from router.limits import Limits
-from router.openai import Api
+from router.openai import Api, Origin
 from router.pools import Pool, Pools
 from tests.unit.http_kit import HI, MAX_LEN, World, listening, plain_client
 from tests.unit.test_router_fuzz import raws
@@ -174,9 +174,8 @@ def test_the_name_that_is_found_first_is_the_one_that_the_whole_body_says(
 ) -> None:
     """Whatever else is in it: what is taken is taken by the parser of the model that it names."""
     raw = data.draw(raws[api]).replace(FIRST.encode(), name.encode())
-    asked = {"asked": Asked(), "tenant": "t", "request_id": RequestId("r"), "arrived_unix_s": 0.0, "random_seed": 1}
     try:
-        prepared = parsed.prepare(api, raw, **asked)  # type: ignore[arg-type]
+        prepared = parsed.prepare(api, raw, Origin(Asked(), "t", RequestId("r"), 0.0, 1))
     except ApiError:
         return
     assert prepared.model == parsed[json.loads(raw)["model"]].name

@@ -17,7 +17,7 @@ from router.bodies import MAX_BIASES, MAX_CHOICES, ChatBody, CompletionBody
 from router.errors import ApiError
 from router.fields import NOT_OFFERED, WITHOUT_EFFECT
 from router.headers import Asked
-from router.openai import Api, Prepared, RequestParser
+from router.openai import Api, Origin, Prepared, RequestParser
 from tests.tiny_model import make_tiny_llama
 
 MAX_LEN = 256
@@ -30,10 +30,7 @@ def parser(tiny_model: ModelFolder) -> RequestParser:
 
 
 def prepare(parser: RequestParser, api: Api, raw: bytes, objective: str | None = None) -> Prepared:
-    asked = Asked(objective=objective)
-    return parser.prepare(
-        api, raw, asked=asked, tenant="t", request_id=RequestId("id"), arrived_unix_s=5.0, random_seed=77
-    )
+    return parser.prepare(api, raw, Origin(Asked(objective=objective), "t", RequestId("id"), 5.0, 77))
 
 
 def chat(parser: RequestParser, objective: str | None = None, **fields: Any) -> Prepared:

@@ -21,7 +21,7 @@ from router.app import Front
 from router.auth import OPEN_PATHS
 from router.errors import ApiError
 from router.headers import Asked, RequestHeaders
-from router.openai import Api, RequestParser
+from router.openai import Api, Origin, RequestParser
 from router.openapi import OPERATIONS, document
 from tests.unit.http_kit import CHAT, HI, TEXT, events, plain_client, post, serving
 from tests.unit.test_router_openai import BOTH, COMPLETION
@@ -109,15 +109,7 @@ def test_what_the_document_refuses_is_refused_and_what_it_allows_only_for_what_i
 
     def refused(body: dict[str, Any]) -> bool:
         try:
-            parser.prepare(
-                api,
-                json.dumps(body).encode(),
-                asked=Asked(),
-                tenant="t",
-                request_id=RequestId("r"),
-                arrived_unix_s=0.0,
-                random_seed=0,
-            )
+            parser.prepare(api, json.dumps(body).encode(), Origin(Asked(), "t", RequestId("r"), 0.0, 0))
         except ApiError:
             return True
         return False

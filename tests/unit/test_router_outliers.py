@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.config import RouterConfig
 from cluster.messages import Unroutable
-from cluster.types import FinishReason, Outcome, Refusal, RefusalReason, ReplicaId, RequestId, TokenDelta
+from cluster.types import FinishReason, Generation, Outcome, Refusal, RefusalReason, ReplicaId, RequestId, TokenDelta
 from router.outliers import CLEAN, JITTER, Fault, Mark, Record, after_fault, after_success
 from router.view import Condition
 from tests.unit.fake_replica import Bench, FakeReplica
@@ -192,6 +192,28 @@ def test_probe_that_fails_puts_it_out_for_longer() -> None:
     bench.clock.advance(10)
     bench.core.tick()
     assert condition(bench, bad) is Condition.ROUTABLE
+
+
+@pytest.mark.parametrize("half_open", [False, True])
+@pytest.mark.parametrize("lost_first", [False, True])
+def test_replica_that_starts_anew_is_let_in_with_nothing_held_against_it_and_its_probe_goes_on(
+    half_open: bool, lost_first: bool
+) -> None:
+    """Whether the old incarnation is heard to be lost, or is replaced without a word."""
+    bench, bad, _ = two_replicas()
+    put_out(bench, bad)
+    waiting = [bench.submit(f"w{k}", tokens=5) for k in range(2)]
+    if half_open:
+        bench.clock.advance(10)
+        bench.core.tick()
+        assert [r.request_id for r, _ in bad.added][3:] == ["w0"]
+    if lost_first:
+        bad.die()
+    new = bench.replica("bad", slots=9, generation=Generation(2, "g"))
+    assert condition(bench, new) is Condition.ROUTABLE
+    for _ in range(6):
+        new.turn()
+    assert [bench.outcome(r) for r in waiting] == [Outcome.FINISHED] * 2
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)])

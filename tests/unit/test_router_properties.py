@@ -39,7 +39,9 @@ CONFIG = RouterConfig(
 class WatchedReplica(FakeReplica):
     """Checks at every dispatch that nothing which should go first still waits."""
 
-    def add(self, request: Request, attempt: int, *, shared: bool = False) -> int:
+    def add(
+        self, request: Request, attempt: int, *, shared: bool = False, trial: int = 0, trial_tokens: int = 0
+    ) -> int:
         core: Any = self.listener
         live, head = core._live[request.request_id], core._dispatcher.queue.peek()
         self.check_trials(core, live)
@@ -59,7 +61,7 @@ class WatchedReplica(FakeReplica):
                 counters = {t: core._dispatcher._tenants.band(head.priority).counters(t)[0] for t in TENANTS}
                 before = counters[request.tenant] - charged / WEIGHTS.get(request.tenant, 1)
                 assert before <= counters[head.tenant] + 1e-6, "the tenant that was served least is next"
-        return super().add(request, attempt, shared=shared)
+        return super().add(request, attempt, shared=shared, trial=trial, trial_tokens=trial_tokens)
 
     def check_trials(self, core: Any, live: Live) -> None:
         """Before it is sent here."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.types import EngineLoad, PriorityLoad, ReplicaId
-from router.routing import Need, Placement, choose, pool_of, too_large
-from router.view import Condition, OwnLoad, ReplicaView
+from router.routing import MEMO_MAX, Need, Placement, choose, pool_of, too_large
+from router.view import Condition, OwnLoad, ReplicaView, SharedLoad
 
 BLOCK = 16
 
@@ -224,3 +225,33 @@ def test_placements_never_exceed_what_a_replica_has_over_random_views() -> None:
             assert placed is None
     assert free_seen > 200
     assert victims_seen > 100
+
+
+def test_a_view_that_was_looked_at_before_is_judged_like_a_fresh_one() -> None:
+    """By needs of more priorities than it remembers, where arrivals stand before and behind what a share has sent."""
+    rng = random.Random(5)
+    placed = 0
+    for k in range(60):
+        views = []
+        for number in range(3):
+            counts = [(p, rng.randint(1, 2), rng.randint(2, 30)) for p in (-5, 0, 5) if rng.random() < 0.6]
+            engine = load(
+                slots=5,
+                used=sum(c[2] for c in counts),
+                running=running(*counts),
+                waiting=running((-5, rng.randint(0, 2), 0)),
+            )
+            shared = (SharedLoad(-5, 1, 4, since_s=10.0),) if rng.random() < 0.5 else ()
+            own = (OwnLoad(-5, rng.randint(0, 40), 0),) if rng.random() < 0.5 else ()
+            views.append(view(f"r{number}", engine, shared=shared, own=own))
+        for _ in range(8 * MEMO_MAX):
+            tokens = BLOCK * rng.randint(1, 60)
+            wanted = Need(rng.randint(-MEMO_MAX, MEMO_MAX), tokens, tokens, rng.choice((9.0, 11.0)))
+            fresh = [msgspec.structs.replace(v, memo={}) for v in views]
+            again, anew = place(wanted, *views, seed=k), place(wanted, *fresh, seed=k)
+            assert again == anew
+            if again is not None and anew is not None:
+                assert (again.score, again.free) == (anew.score, anew.free)
+                placed += 1
+        assert all(len(v.memo) <= MEMO_MAX for v in views)
+    assert placed > 500

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import RouterConfig
-from cluster.types import Generation, Outcome, ReplicaId, ReplicaState, Request, RequestId
+from cluster.types import Generation, Outcome, RefusalReason, ReplicaId, ReplicaState, Request, RequestId
 from router.suspects import CLEARED_AFTER_TOKENS, Present, Suspicion, Trial, judge, without
+from router.terms import Terms
 from tests.unit.fake_replica import Bench, FakeReplica, expected_text
 
 # --- the decision ---
@@ -370,6 +372,104 @@ def test_trial_alone_takes_no_replica_from_more_urgent_work() -> None:
         bench.submit(name, "interactive", tokens=30)
     assert ids_added(busy)[-1] == "new"
     assert ids_added(bench.replica("third", slots=1)) == ["waits"]
+
+
+# --- several routers ---
+
+
+def trial_there(bench: Bench, replica: FakeReplica, name: str) -> Trial:
+    return bench.core._fleet[replica.replica_id].reservations[RequestId(name)].trial
+
+
+def test_beside_other_routers_a_suspect_on_an_empty_replica_is_tried_alone_and_blamed_for_its_death() -> None:
+    bench = Bench()
+    first, second = two_suspects(bench)
+    replica = bench.replica("r1", slots=9, others=True)
+    assert trial_there(bench, replica, "s0") is Trial.ALONE
+    bench.submit("new", tokens=30)
+    assert ids_added(replica) == ["s0"], "nobody else is sent there meanwhile"
+    for _ in range(CLEARED_AFTER_TOKENS):
+        replica.turn()
+    assert ids_added(replica) == ["s0", "s1", "new"]
+    assert trial_there(bench, replica, "s1") is Trial.APART
+    bench.core.cancel(RequestId("s0"), RequestId("new"))
+    replica.die()
+    assert [bench.outcome(r) for r in (first, second)] == [Outcome.CANCELLED, None]
+    last = bench.replica("r2", others=True)
+    assert trial_there(bench, last, "s1") is Trial.ALONE
+    last.die()
+    assert bench.outcome(second) is Outcome.QUARANTINED
+
+
+def test_nobody_is_blamed_for_what_another_router_may_have_sent_there_since_the_last_report() -> None:
+    """s0 is the only one of this router on a replica that had work of another, and by its last report has none any more."""
+    bench = Bench()
+    first, _ = two_suspects(bench)
+    replica = FakeReplica(bench.core, ReplicaId("r1"), slots=9, others=True)
+    stranger = msgspec.structs.replace(first, request_id=RequestId("stranger"))
+    replica.add(stranger, 1)
+    replica.connect()
+    assert trial_there(bench, replica, "s0") is Trial.APART
+    replica.forget(stranger.request_id)
+    replica.beat()
+    replica.die()
+    assert bench.outcome(first) is None
+    assert bench.core._live[first.request_id].trial is Trial.ALONE
+
+
+@pytest.mark.parametrize(("trial", "sent"), [(Trial.ALONE, []), (Trial.APART, ["new"])])
+def test_where_another_router_tries_a_suspect_goes_what_may_be_beside_it(trial: Trial, sent: list[str]) -> None:
+    bench = Bench()
+    two_suspects(bench)
+    replica = bench.replica("r1", slots=9, others=True, trial=trial)
+    bench.submit("new", tokens=30)
+    assert ids_added(replica) == sent
+    replica.trial = Trial.NONE
+    replica.beat()
+    assert ids_added(replica)[len(sent)] == "s0"
+
+
+def test_a_suspect_whose_trial_a_replica_refuses_is_tried_as_soon_as_it_reports_again() -> None:
+    bench = Bench()
+    requests = two_suspects(bench)
+    replica = bench.replica("r1", slots=9, others=True, refuse_with=RefusalReason.FULL)
+    assert ids_added(replica) == ["s0"]
+    replica.turn()
+    replica.refuse_with = None
+    replica.beat()
+    assert ids_added(replica) == ["s0", "s0"]
+    for _ in range(60):
+        replica.turn()
+    assert [bench.outcome(r) for r in requests] == [Outcome.FINISHED] * 2
+    assert [bench.text(r) for r in requests] == [expected_text(r) for r in requests]
+
+
+@pytest.mark.parametrize("waits", ["on trial", "set aside"])
+def test_a_suspect_whose_client_leaves_or_whose_time_is_up_leaves_its_place_to_the_next(waits: str) -> None:
+    for leave in (True, False):
+        bench = Bench()
+        first = bench.replica("first")
+        requests = [
+            bench.submit(f"s{k}", tokens=30, terms=Terms(timeout_s=5.0 if f"s{k}" == gone else None))
+            for k, gone in enumerate(["s0", ""] if waits == "on trial" else ["", "s1"])
+        ]
+        first.turn()
+        first.die()
+        replica = bench.replica("r1", slots=9)
+        gone, stays = requests if waits == "on trial" else requests[::-1]
+        if leave:
+            bench.core.cancel(gone.request_id)
+        else:
+            bench.clock.advance(5.0)
+            replica.beat()
+            bench.core.tick()
+        for _ in range(60):
+            replica.turn()
+        queued = waits == "set aside"
+        expired = Outcome.EXPIRED_IN_QUEUE if queued else Outcome.TIMED_OUT
+        assert bench.outcome(gone) is (Outcome.CANCELLED if leave else expired)
+        assert bench.outcome(stays) is Outcome.FINISHED
+        assert (len(bench.core._trials), bench.core._trials.waiting) == (0, 0)
 
 
 def test_fenced_replica_makes_no_suspects() -> None:

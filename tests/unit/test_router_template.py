@@ -16,7 +16,7 @@ from cluster.config import DEFAULT_CLASSES
 from cluster.model import ModelFolder
 from cluster.types import RequestId
 from router.headers import Asked
-from router.openai import Api, RequestParser
+from router.openai import Api, Origin, RequestParser
 from router.template import ChatTemplate, ChatTemplateError
 from router.tokenizer import PromptTokenizer
 
@@ -95,15 +95,8 @@ def test_begin_marker_is_never_doubled_in_a_chat_and_single_in_a_raw_prompt(
     )
     parser = RequestParser(model, 256, DEFAULT_CLASSES, "standard")
     for api, prompt in ((Api.CHAT, {"messages": CHATS[0]}), (Api.COMPLETION, {"prompt": "hello"})):
-        prepared = parser.prepare(
-            api,
-            json.dumps({"model": "tiny-llama", **prompt}).encode(),
-            asked=Asked(),
-            tenant="t",
-            request_id=RequestId("r"),
-            arrived_unix_s=0.0,
-            random_seed=0,
-        )
+        body = json.dumps({"model": "tiny-llama", **prompt}).encode()
+        prepared = parser.prepare(api, body, Origin(Asked(), "t", RequestId("r"), 0.0, 0))
         ids = prepared.request.prompt_ids
         assert (ids[0], ids.count(inner.token_to_id(bos))) == (inner.token_to_id(bos), 1)
 

@@ -22,6 +22,7 @@ from cluster.types import (
     Generation,
     Preempted,
     PrefixChange,
+    Refusal,
     RefusalReason,
     ReplicaId,
     ReplicaReport,
@@ -34,6 +35,7 @@ from cluster.types import (
 from deployments.replica_link import ReplicaLink
 from deployments.replica_server import ReplicaServer
 from deployments.transport import Acceptor, Identity
+from router.suspects import Trial
 
 SECRET = b"s" * 32
 REPLICA = ReplicaId("replica-1")
@@ -95,8 +97,13 @@ class Router:
     events: asyncio.Queue[tuple[str, str]] = field(default_factory=asyncio.Queue)
     frames: asyncio.Queue[StepFrame] = field(default_factory=asyncio.Queue)
 
-    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> None:
+    in_use: Generation = GENERATION
+
+    def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> bool:
+        if port.generation < self.in_use:
+            return False
         self.events.put_nowait(("up", ""))
+        return True
 
     def link_down(self, replica_id: ReplicaId, generation: Generation) -> None:
         self.events.put_nowait(("down", ""))
@@ -467,3 +474,110 @@ async def test_what_a_minimum_share_sent_is_told_to_the_other_routers_until_it_h
         TokenDelta(RequestId("preempted"), 0, 1, (1,), ("x",), FinishReason.LENGTH),
     )
     await second.until(lambda frame: not frame.report.shared)
+
+
+async def test_a_router_that_uses_a_later_incarnation_keeps_no_link_to_an_older_one(make: Make) -> None:
+    """The link ends, so that it can be tried again: once the later one is gone, the older may be all that there is."""
+    world = await make()
+    listener = Router(in_use=Generation(GENERATION.number + 1, "u5"))
+    link = ReplicaLink(world.entry, Identity("router", "router-1", SECRET), listener, world.config, world.numbers)
+    await asyncio.wait_for(link.run(), 5)
+    assert "older" in link.refused
+    assert listener.events.empty()
+    listener.in_use = GENERATION
+    again = ReplicaLink(world.entry, Identity("router", "router-1", SECRET), listener, world.config, world.numbers)
+    world.links.append(again)
+    world.tasks.append(asyncio.create_task(again.run()))
+    assert await listener.event() == "up"
+
+
+# --- suspects of several routers ---
+
+
+def trial(link: ReplicaLink, name: str, kind: Trial, tokens: int = 3) -> None:
+    link.add(request(name), 0, trial=kind, trial_tokens=tokens)
+
+
+def refused(name: str) -> Callable[[StepFrame], object]:
+    return lambda frame: Refusal(RequestId(name), 0, RefusalReason.FULL) in frame.refusals
+
+
+async def test_of_two_trials_alone_that_two_routers_send_at_once_one_is_refused(make: Make) -> None:
+    world = await make()
+    (first, one), (second, two) = await world.router("router-1"), await world.router("router-2")
+    trial(one, "a", Trial.ALONE)
+    trial(two, "b", Trial.ALONE)
+    refusals = asyncio.create_task(first.until(refused("a"))), asyncio.create_task(second.until(refused("b")))
+    done, pending = await asyncio.wait(refusals, return_when=asyncio.FIRST_COMPLETED)
+    assert (len(done), len(pending)) == (1, 1)
+    for task in pending:
+        task.cancel()
+    assert len([what for what in world.engine.told if what[0] == "add"]) == 1
+
+
+@pytest.mark.parametrize("kind", [Trial.NONE, Trial.APART, Trial.ALONE])
+@pytest.mark.parametrize("here", [Trial.NONE, Trial.APART, Trial.ALONE])
+async def test_what_runs_beside_a_suspect_of_another_router_is_what_may(make: Make, here: Trial, kind: Trial) -> None:
+    may_run = {(Trial.NONE, Trial.NONE), (Trial.NONE, Trial.APART), (Trial.APART, Trial.NONE)}
+    world = await make()
+    _, one = await world.router("router-1")
+    second, two = await world.router("router-2")
+    trial(one, "a", here)
+    await world.told("add", "a", 0)
+    trial(two, "b", kind)
+    if (here, kind) in may_run:
+        await world.told("add", "b", 0)
+    else:
+        await second.until(refused("b"))
+        assert ("add", "b", 0) not in world.engine.told
+
+
+async def test_other_routers_are_told_of_a_trial_until_it_has_its_tokens_and_then_may_send_again(make: Make) -> None:
+    world = await make()
+    first, one = await world.router("router-1")
+    second, two = await world.router("router-2")
+    trial(one, "a", Trial.ALONE, tokens=2)
+    await world.told("add", "a", 0)
+    world.engine.step()
+    told = await second.until(lambda frame: frame.report.trial)
+    assert (told.report.trial, told.report.others) == (Trial.ALONE, True)
+    world.engine.step(tokens("a", 0, 1))
+    frame = await first.until(lambda frame: frame.deltas)
+    assert frame.report.trial == Trial.NONE, "its own it knows"
+    world.engine.step(tokens("a", 1, 1))
+    await second.until(lambda frame: not frame.report.trial)
+    trial(two, "b", Trial.NONE)
+    await world.told("add", "b", 0)
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by its client", "with its router"])
+async def test_a_trial_is_over_with_its_request_however_that_ends(make: Make, ends: str) -> None:
+    world = await make()
+    _, one = await world.router("router-1")
+    second, two = await world.router("router-2")
+    trial(one, "a", Trial.ALONE)
+    await world.told("add", "a", 0)
+    world.engine.step()
+    await second.until(lambda frame: frame.report.trial)
+    if ends == "by itself":
+        world.engine.step(tokens("a", 0, 1, finish=FinishReason.STOP))
+    else:
+        if ends == "by its client":
+            one.abort(RequestId("a"), 0)
+        else:
+            one.close()
+        await world.told("abort", "a", 0)
+        world.engine.step()
+    await second.until(lambda frame: not frame.report.trial)
+    trial(two, "b", Trial.ALONE)
+    await world.told("add", "b", 0)
+
+
+async def test_the_first_of_several_routers_knows_that_it_is_not_alone_before_work_of_the_second_comes(
+    make: Make,
+) -> None:
+    world = await make(report_period_s=60.0)
+    first, _ = await world.router("router-1")
+    assert not (await first.until(lambda frame: True)).report.others
+    await world.router("router-2")
+    assert (await first.until(lambda frame: frame.report.others)).report.others

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from tests.line import until
-from tests.processes import client_of
+from tests.ray.streams import Reader, client_of
 
 
 @dataclass
@@ -72,19 +71,14 @@ class Load:
         return str(answer.json()["choices"][0]["text"])
 
     async def _stream(self, http: httpx.AsyncClient, prompt: str) -> str:
-        text, done = "", False
-        async with http.stream("POST", "/v1/completions", json=self._body(prompt, True)) as answer:
-            if answer.status_code != 200:
-                return f"!{answer.status_code}: {(await answer.aread()).decode()}"
-            async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
-                    done = True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        return f"!{event['error']['code']}"
-                    text += event["choices"][0]["text"]
-        return text if done else "!truncated"
+        reader = Reader(http, self._body(prompt, True))
+        try:
+            await reader.task
+        except AssertionError as error:
+            return f"!{error}"
+        if reader.errors:
+            return f"!{reader.errors[0]['error']['code']}"
+        return reader.text if reader.done else "!truncated"
 
 
 @contextlib.asynccontextmanager
