@@ -10,7 +10,8 @@ from typing import Any
 
 import uvicorn
 
-from deployments.http_protocol import HEAD_TIMEOUT_S, ChunkWrites, Connection
+from deployments.http_exchange import ChunkWrites
+from deployments.http_protocol import HEAD_TIMEOUT_S, Connection
 
 KEEP_ALIVE_S = 75
 """A connection may be without a request so long, also before its first."""

@@ -22,7 +22,8 @@ from uvicorn.server import ServerState
 from cluster.model import ModelFolder
 from cluster.types import Outcome
 from deployments import http_protocol
-from deployments.http_protocol import HEAD_MAX_BYTES, Connection, Exchange
+from deployments.http_exchange import Exchange
+from deployments.http_protocol import HEAD_MAX_BYTES, Connection
 from deployments.http_server import uvicorn_config
 from router.asgi import Receive, Scope, Send
 from tests.unit.http_kit import TEXT, serving

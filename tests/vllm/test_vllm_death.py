@@ -58,7 +58,7 @@ def test_a_full_engine_refuses_and_a_killed_core_is_a_death_within_a_second_that
         assert not listener.engine.progress().alive
         _, alive = psutil.wait_procs(workers, timeout=2.0)
         # One that has ended and has not been waited for by whoever inherited it is nobody's process any more.
-    assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+        assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     finally:
         listener.engine.stop()
 
