@@ -10,6 +10,7 @@ has been compared.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -273,7 +274,9 @@ class LocalInstance:
         seen = self.interrupts.count
         with progress.phase("Finishing streams (Ctrl-C again ends at once)"):
             done = self._handle.broadcast("drain")
-            self._await(lambda: done.results(return_exceptions=True), seen)
+            # The synchronous `results` waits in a pool, whose threads Python joins at its exit: a router that was
+            # replaced just then never answers, and the process would never end.
+            self._await(lambda: asyncio.run(done.results_async(return_exceptions=True)), seen)
         with progress.phase("Stopping"):
             from ray import serve
 
