@@ -31,7 +31,7 @@ PROFILE = Profile.model_validate(
         "health": {"hand_back_after_s": 0.5},
     }
 )
-pytestmark = pytest.mark.timeout(300)  # replicas start anew in most, seconds each on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # replicas start anew in most, seconds each on a busy machine
 STEP_S = 0.02
 TOKENS = 60
 
