@@ -97,7 +97,10 @@ def build_app(
         request_id, tenant = RequestId(request.path_params["request_id"]), identity_of(request.scope).tenant
         explanation = pools.explain(request_id, tenant)
         if explanation is None:
-            message = "No request of yours with this id is live or remembered here."
+            message = (
+                "No request of yours with this id is live or remembered by this router; "
+                "where there are several, ask the one that answered it."
+            )
             raise ApiError(404, message, param="request_id", code="request_not_found")
         return _json(explanation)
 
