@@ -37,6 +37,8 @@ from tests.line import until
 from tests.process_parts import POISON_ID
 from tests.processes import Cluster, ReplicaPart, running_cluster
 
+pytestmark = pytest.mark.slow
+
 PROFILE = Profile.model_validate(
     {
         "engine": {"slots": 32, "step_token_budget": 256, "blocks": 1024, "max_model_len": 1024},

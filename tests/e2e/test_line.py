@@ -139,7 +139,7 @@ async def test_a_process_whose_tick_has_died_says_that_it_is_unhealthy(
     line.router.check()
     line.replicas[0].check()
 
-    def broken() -> None:
+    def broken(**_: object) -> None:
         raise ValueError("broken on purpose")
 
     async def unhealthy(check: Callable[[], None]) -> str:
