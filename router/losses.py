@@ -1,9 +1,9 @@
 """What becomes of a request whose attempt is over before the request is: it goes on elsewhere, at its old place.
 
 Owns: that way back, what a replica's death means to those that ran there, the trials of suspects, and what faults mean
-to the replica that had them. Single writer,
-driven by `core`. Invariants: no token that has come is lost or asked for again; a request goes on as long as it is not
-blamed for an engine's death (`suspects`) and has not lost `max_attempts` engines, so that nothing goes round for ever.
+to the replica that had them. Single writer, driven by `core`. Invariants: no token that has come is lost or asked for
+again; a request goes on as long as it is not blamed for an engine's death (`suspects`) and has not lost `max_attempts`
+engines, so that nothing goes round for ever.
 """
 
 from __future__ import annotations
@@ -150,12 +150,12 @@ class Losses:
         self._metrics.engine_died()
         if blamed is None:
             return None
+        request_id = blamed.request.request_id
         _log.error(
-            "request %s is quarantined: replica %s died with it alone, as others had", blamed.request.request_id,
-            replica.replica_id,
-        )  # fmt: skip
+            "request %s is quarantined: replica %s died with it alone, as others had", request_id, replica.replica_id
+        )
         for live in self._trials.explained_by(blamed):
-            self._clear(live, f"{blamed.request.request_id} was it", now_s)
+            self._clear(live, f"{request_id} was it", now_s)
         return blamed
 
     def progressed(self, live: Live, now_s: float) -> None:
