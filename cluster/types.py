@@ -275,6 +275,9 @@ class ReplicaReport(Value, frozen=True):
     """Of the other routers' suspects here, the strictest `router.suspects.Trial`."""
     others: bool = False
     """Other routers are linked, or have been a moment ago: what they have just sent, `load` may not count yet."""
+    alone: int = 0
+    """`Add.sequence` of the receiving router's suspect that has the replica to itself; 0: none has. Told before its first
+    step: who only asked for it may never have run."""
 
 
 class Outcome(StrEnum):

@@ -56,6 +56,8 @@ class _Tried:
     trial: Trial
     tokens: int
     """With so many output tokens it is over."""
+    sequence: int
+    """Of its add."""
 
 
 @dataclass(slots=True)
@@ -236,12 +238,20 @@ class ReplicaServer:
         self._owner[key] = session
         if add.shared:
             self._shared[key] = _Shared(session, request.priority, self._clock.monotonic())
-        if add.trial:
-            self._tried[key] = _Tried(session, Trial(add.trial), add.trial_tokens)
         self._idle.clear()
-        self._adds_sent += 1
-        self._adds_unapplied.append((self._adds_sent, session, add.sequence))
-        self._engine.add(request, attempt)
+        if add.trial:
+            self._tried[key] = _Tried(session, Trial(add.trial), add.trial_tokens, add.sequence)
+        if add.trial == Trial.ALONE:
+            self.flush(session)
+            self._loop.call_soon(self._give, session, add)  # when that has left: should it kill, its router knows
+        else:
+            self._give(session, add)
+
+    def _give(self, session: RouterSession, add: Add) -> None:
+        if (add.request.request_id, add.attempt) in self._owner:
+            self._adds_sent += 1
+            self._adds_unapplied.append((self._adds_sent, session, add.sequence))
+            self._engine.add(add.request, add.attempt)
 
     def _strictest_trial(self, but: RouterSession | None = None) -> Trial:
         return max((t.trial for t in self._tried.values() if t.session is not but), default=Trial.NONE)
@@ -316,6 +326,9 @@ class ReplicaServer:
             shared=self._shared_by_others(session) if self._shared else (),
             trial=self._strictest_trial(session) if self._tried else Trial.NONE,
             others=len(self._sessions) > 1,
+            alone=next(
+                (t.sequence for t in self._tried.values() if t.session is session and t.trial is Trial.ALONE), 0
+            ),
         )
 
     def _shared_by_others(self, session: RouterSession | None) -> tuple[SharedWork, ...]:

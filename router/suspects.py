@@ -10,7 +10,8 @@ suspect already, is blamed.
 
 Several routers. What the others run, a router does not see in time: they are told to keep away. A replica refuses (FULL) a
 second suspect beside one that is tried, whoever sends it, and beside one that is tried alone everything; it reports the
-trials of the others. Where there are other routers nobody is blamed but for a death in a trial alone.
+trials of the others. Where there are other routers nobody is blamed but for a death in a trial alone, and only if the
+replica has said that the trial has begun: one that it never took up may have been on its way to another's work.
 
 The bound. Let m of the live requests kill whatever engine runs them, at the same token each time. Each kills at most
 once unsuspected, once as a suspect among others and once alone; and when one of the m is blamed, another that was
@@ -92,7 +93,7 @@ def judge(death: int, there: Sequence[Present], *, strangers: bool) -> Verdict:
     """
     if len(there) == 1:
         before = there[0].suspicion
-        if before is not None and (before.trial is Trial.ALONE or not strangers):
+        if before is not None and not strangers:
             return Verdict(there[0].request_id, {})
     return Verdict(None, {present.request_id: _suspicion(death, present) for present in there})
 

@@ -247,10 +247,12 @@ class Replica:
 
     @property
     def has_strangers(self) -> bool:
-        """Whether requests of other routers may run there: they can, where there are others, but beside a trial alone."""
-        if self.report is None or any(r.trial is Trial.ALONE for r in self._marked.values()):
+        """Whether requests of other routers may run there: they can, where there are others, but beside a trial alone
+        that the replica has taken up."""
+        report = self.report
+        if report is None or not report.others:
             return False
-        return self.report.others
+        return not any(r.trial is Trial.ALONE and r.sequence == report.alone for r in self._marked.values())
 
     def trial_of(self, trial: Trial) -> Trial:
         """How a suspect is tried that is sent there now. An empty replica can keep the work of other routers away

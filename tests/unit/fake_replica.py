@@ -45,6 +45,7 @@ from router.core import RouterCore
 from router.journal import Scores
 from router.metrics_sink import RouterMetrics
 from router.stream import Batch, Buffer, Stream
+from router.suspects import Trial
 from router.terms import NO_TERMS, Terms
 
 FIRST_ID, FIRST_GENERATION = ReplicaId("r1"), Generation(1, "a")
@@ -163,6 +164,8 @@ class FakeReplica:
     aborted: list[tuple[RequestId, int]] = field(default_factory=list)
     resends: list[tuple[RequestId, int, int]] = field(default_factory=list)
     sequence: int = 0
+    alone: int = 0
+    """The add that has it to itself."""
     preemptions: int = 0
     work: asyncio.Event = field(default_factory=asyncio.Event)
     _refusals: list[Refusal] = field(default_factory=list)
@@ -181,6 +184,7 @@ class FakeReplica:
             sampling = request.sampling
             text = self.codec.stage(sampling.stop, sampling.min_tokens) if self.codec is not None else None
             self.held[request.request_id] = Held(request, attempt, text, self.end_ids)
+            self.alone = self.sequence if trial == Trial.ALONE else 0
         self.work.set()
         return self.sequence
 
@@ -287,6 +291,7 @@ class FakeReplica:
             applied_sequence=self.sequence,
             trial=self.trial,
             others=self.others,
+            alone=self.alone,
         )
 
     def _preempt(self, held: Held, chosen: list[Held]) -> Preempted:

@@ -51,7 +51,7 @@ def test_nobody_is_blamed_for_what_another_beside_it_may_have_done() -> None:
 def test_suspect_whose_engine_dies_under_it_alone_is_blamed() -> None:
     assert judge(5, [present("a", APART)], strangers=False).blamed == "a"
     assert judge(5, [present("a", ALONE)], strangers=False).blamed == "a"
-    assert judge(5, [present("a", ALONE)], strangers=True).blamed == "a", "it ends, whatever other routers send there"
+    assert judge(5, [present("a", ALONE)], strangers=True).blamed is None, "one that never began killed nothing"
 
 
 def test_suspicion_is_left_for_the_deaths_that_are_not_explained() -> None:
@@ -397,8 +397,24 @@ def test_beside_other_routers_a_suspect_on_an_empty_replica_is_tried_alone_and_b
     assert [bench.outcome(r) for r in (first, second)] == [Outcome.CANCELLED, None]
     last = bench.replica("r2", others=True)
     assert trial_there(bench, last, "s1") is Trial.ALONE
+    last.beat()
     last.die()
     assert bench.outcome(second) is Outcome.QUARANTINED
+
+
+def test_a_suspect_is_not_blamed_for_a_replica_that_has_not_said_that_its_trial_alone_has_begun() -> None:
+    """It had a stranger's work when the trial reached it, or died before."""
+    bench = Bench()
+    first, _ = two_suspects(bench)
+    replica = bench.replica("r1", slots=9, others=True)
+    assert trial_there(bench, replica, "s0") is Trial.ALONE
+    replica.die()
+    assert bench.outcome(first) is None
+    again = bench.replica("r2", others=True)
+    assert trial_there(bench, again, "s0") is Trial.ALONE
+    again.beat()
+    again.die()
+    assert bench.outcome(first) is Outcome.QUARANTINED
 
 
 def test_nobody_is_blamed_for_what_another_router_may_have_sent_there_since_the_last_report() -> None:

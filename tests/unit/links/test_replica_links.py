@@ -14,7 +14,7 @@ import pytest
 from cluster.clock import SystemClock
 from cluster.config import TransportConfig
 from cluster.engine.prefix import numbers_of, told_of
-from cluster.messages import RosterEntry, StepFrame, ToReplica
+from cluster.messages import Abort, Add, RosterEntry, StepFrame, ToReplica
 from cluster.ports import EngineProgress, MovesPort, ReplicaPort, StepResult
 from cluster.types import (
     EngineLoad,
@@ -494,8 +494,8 @@ async def test_a_router_that_uses_a_later_incarnation_keeps_no_link_to_an_older_
 # --- suspects of several routers ---
 
 
-def trial(link: ReplicaLink, name: str, kind: Trial, tokens: int = 3) -> None:
-    link.add(request(name), 0, trial=kind, trial_tokens=tokens)
+def trial(link: ReplicaLink, name: str, kind: Trial, tokens: int = 3) -> int:
+    return link.add(request(name), 0, trial=kind, trial_tokens=tokens)
 
 
 def refused(name: str) -> Callable[[StepFrame], object]:
@@ -513,6 +513,33 @@ async def test_of_two_trials_alone_that_two_routers_send_at_once_one_is_refused(
     for task in pending:
         task.cancel()
     assert len([what for what in world.engine.told if what[0] == "add"]) == 1
+
+
+async def test_a_router_is_told_that_its_trial_has_the_replica_to_itself_as_long_as_it_has(make: Make) -> None:
+    world = await make(report_period_s=60.0)
+    first, one = await world.router("router-1")
+    number = trial(one, "a", Trial.ALONE)
+    assert (await first.until(lambda frame: frame.report.alone)).report.alone == number
+    await world.told("add", "a", 0)
+    world.engine.step(tokens("a", 0, 3))
+    assert (await first.until(lambda frame: frame.deltas)).report.alone == 0
+
+
+async def test_the_engine_has_a_trial_alone_only_when_its_router_may_have_heard_so_and_none_that_was_given_up_by_then(
+    make: Make,
+) -> None:
+    world = await make(report_period_s=60.0)
+    first, _ = await world.router("router-1")
+    (session,) = world.server._sessions.values()
+    for sequence, name in enumerate("ab", start=1):
+        world.server.message(session, Add(request(name), 0, sequence, trial=Trial.ALONE, trial_tokens=3))
+        assert world.engine.told == []
+        if name == "a":
+            world.server.message(session, Abort(RequestId(name), 0))
+            world.engine.told.clear()
+    await world.told("add", "b", 0)
+    assert world.engine.told == [("add", "b", 0)]
+    assert (await first.until(lambda frame: frame.report.alone == 2)).report.alone == 2
 
 
 @pytest.mark.parametrize("kind", [Trial.NONE, Trial.APART, Trial.ALONE])
