@@ -186,6 +186,15 @@ class StatusRequest(Message, frozen=True):
     ask_id: int
 
 
+class DrainAsk(Message, frozen=True):
+    """A router passes on that work is to be kept from a replica, or from all of a host, until it is asked otherwise."""
+
+    ask_id: int
+    name: str
+    """A replica's id, or the host of some."""
+    drain: bool
+
+
 # --- one order among routers ---
 
 
@@ -303,6 +312,19 @@ class Roster(Message, frozen=True):
     entries: tuple[RosterEntry, ...]
 
 
+class DrainOrder(Message, frozen=True):
+    """To a replica: take nothing new and let what is here go elsewhere, or take work again."""
+
+    drain: bool
+
+
+class DrainTold(Message, frozen=True):
+    """The replicas that a DrainAsk was about, all of which have been told."""
+
+    ask_id: int
+    replica_ids: tuple[ReplicaId, ...]
+
+
 class ReplicaSummary(msgspec.Struct, frozen=True):
     entry: RosterEntry
     pid: int
@@ -321,8 +343,8 @@ class ClusterStatus(Message, frozen=True):
 
 ToReplica = Add | Abort | ResendFrom | Goodbye
 ToRouter = StepFrame
-ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | RouterDemand
-FromController = Granted | Roster | ClusterStatus | Gates
+ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand
+FromController = Granted | Roster | ClusterStatus | DrainOrder | DrainTold | Gates
 Handshake = Challenge | Hello | Welcome | Rejected
 
 

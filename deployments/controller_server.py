@@ -19,6 +19,9 @@ from cluster.control.gates import PERIOD_S
 from cluster.control.routers import Routers
 from cluster.messages import (
     ClusterStatus,
+    DrainAsk,
+    DrainOrder,
+    DrainTold,
     Granted,
     Hello,
     ReplicaHere,
@@ -128,6 +131,8 @@ class ControllerServer:
                     self._hand_out_soon()
             case StatusRequest(ask_id=ask_id):
                 peer.link.send(self._status(ask_id))
+            case DrainAsk():
+                peer.link.send(self._drain(message))
 
     # --- gates ---
 
@@ -158,6 +163,15 @@ class ControllerServer:
                 taken = sum(level.requests for level in (*load.running, *load.waiting))
                 free += max(0, load.slots_total - taken)
         return free
+
+    # --- drain ---
+
+    def _drain(self, ask: DrainAsk) -> DrainTold:
+        """Tell those that are meant. Whether a replica drains is its own state: a successor reads it in its reports."""
+        meant = [p for p in self._peers if p.entry is not None and ask.name in (p.entry.replica_id, p.entry.host)]
+        for peer in meant:
+            peer.link.send(DrainOrder(ask.drain))
+        return DrainTold(ask.ask_id, tuple(sorted(p.entry.replica_id for p in meant if p.entry is not None)))
 
     # --- the roster and the whole picture ---
 

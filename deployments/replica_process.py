@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from cluster.clock import SystemClock
-from cluster.messages import FromController, Granted, ReplicaHere, ReplicaStatus, RosterEntry, ToReplica
+from cluster.messages import DrainOrder, FromController, Granted, ReplicaHere, ReplicaStatus, RosterEntry, ToReplica
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort
 from cluster.types import Generation, ReplicaId
@@ -57,6 +57,9 @@ class ReplicaProcess:
             find, self._hello_identity, self._controller_up, self._from_controller, self._profile.transport
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._leaving = False
+        self._ordered: asyncio.Task[None] | None = None
+        """A drain that this replica was ordered, not one that ends it."""
 
     async def start(self, host: str) -> None:
         """Load the engine, get a generation, listen on `host`, and tell the controller where."""
@@ -97,8 +100,26 @@ class ReplicaProcess:
             self._controller.send(self._here)
 
     def _from_controller(self, message: FromController) -> None:
-        if isinstance(message, Granted) and not self._granted.done():
-            self._granted.set_result(message.generation)
+        match message:
+            case Granted(generation=generation):
+                if not self._granted.done():
+                    self._granted.set_result(generation)
+            case DrainOrder(drain=drain):
+                self._order(drain)
+            case _:
+                pass  # for routers
+
+    def _order(self, drain: bool) -> None:
+        """Somebody has asked for a drain, or has taken that back; whoever leaves anyway heeds neither."""
+        if self._acceptor is None or self._leaving:
+            return
+        if self._ordered is not None:
+            self._ordered.cancel()
+            self._ordered = None
+        if drain:
+            self._ordered = asyncio.create_task(self._empty(), name="ordered drain")
+        else:
+            self.server.take_work(True)
 
     async def _tick(self) -> None:
         while True:
@@ -123,6 +144,11 @@ class ReplicaProcess:
         return None
 
     async def drain(self) -> None:
+        """Empty this replica for good, before it is closed."""
+        self._leaving = True
+        await self._empty()
+
+    async def _empty(self) -> None:
         """Take nothing new and finish what ends within `health.hand_back_after_s`; hand the rest back to its routers,
         which go on with it elsewhere. Leaves off where the engine gives nothing more: its routers see that it is lost."""
         if self._acceptor is None or self._ails() is not None:
@@ -143,9 +169,10 @@ class ReplicaProcess:
 
     async def close(self) -> None:
         """End the links and the engine."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *([] if self._ordered is None else [self._ordered])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._acceptor is not None:
             await self._acceptor.close()
             await asyncio.to_thread(self.engine.stop)

@@ -376,10 +376,14 @@ class ReplicaServer:
 
     # --- the end ---
 
+    def take_work(self, takes: bool) -> None:
+        """Whether it takes new work, from now on."""
+        self._state = ReplicaState.READY if takes else ReplicaState.DRAINING
+        self._flush_all()
+
     async def drain(self) -> None:
         """Take nothing new; return when all work has ended and left for its router."""
-        self._state = ReplicaState.DRAINING
-        self._flush_all()
+        self.take_work(False)
         await self._idle.wait()
         self._flush_all()
 

@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -22,15 +22,19 @@ from cluster.clock import SystemClock
 from cluster.control.gates import DEMAND_PERIOD_S
 from cluster.messages import (
     ClusterStatus,
+    DrainAsk,
+    DrainOrder,
+    DrainTold,
     FromController,
     Gates,
     Granted,
+    Message,
     Roster,
     RosterEntry,
     RouterStatus,
     StatusRequest,
 )
-from cluster.types import Generation, RouterId
+from cluster.types import Generation, ReplicaId, RouterId
 from deployments.controller_link import ControllerLink, Find
 from deployments.listener import Listener, Port, stand_by_for_port, take_port
 from deployments.open_files import allow_many_connections
@@ -55,7 +59,7 @@ _LAST_WORDS_S = 2.0
 _KEYS_REFRESH_S = 2.0
 _LATE_S = 0.5
 _STATUS_EVERY_TICKS = 5
-_STATUS_TIMEOUT_S = 1.0
+_ANSWER_TIMEOUT_S = 1.0
 
 
 class RouterProcess:
@@ -84,7 +88,7 @@ class RouterProcess:
         """Of the roster, those of models that are not served here."""
         self._links: dict[RosterEntry, ReplicaLink | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asks: dict[int, asyncio.Future[ClusterStatus]] = {}
+        self._asks: dict[int, asyncio.Future[ClusterStatus | DrainTold]] = {}
         self._ask_ids = itertools.count()
         self._add_numbers = itertools.count(1)
         self._vital: list[asyncio.Task[None]] = []
@@ -97,6 +101,7 @@ class RouterProcess:
             config=profile.router,
             registry=registry,
             cluster_status=self._cluster_status,
+            drain=self._drain_replicas,
             identify=None if self._keys is None else self._keys.identify,
         )
         self._listener = Listener(app)
@@ -166,14 +171,14 @@ class RouterProcess:
                     self._links[entry] = None
                     self._spawn(self._keep_link(entry), f"link to {entry.replica_id}")
                 self._strangers = frozenset(e for e in self._roster if e.model not in self._pools)
-            case ClusterStatus(ask_id=ask_id):
+            case ClusterStatus(ask_id=ask_id) | DrainTold(ask_id=ask_id):
                 ask = self._asks.get(ask_id)
                 if ask is not None and not ask.done():
                     ask.set_result(message)
             case Gates(model=name):
                 if name in self.cores:
                     self.cores[name].hear(message)
-            case Granted():
+            case Granted() | DrainOrder():
                 pass  # for replicas
 
     async def _keep_link(self, entry: RosterEntry) -> None:
@@ -196,13 +201,22 @@ class RouterProcess:
 
     async def _cluster_status(self) -> ClusterStatus | None:
         """The controller's picture; None where it does not answer within a second."""
+        answer = await self._ask_controller(StatusRequest)
+        return answer if isinstance(answer, ClusterStatus) else None
+
+    async def _drain_replicas(self, name: str, drain: bool) -> tuple[ReplicaId, ...] | None:
+        """The replicas of this name or host, which have been told; None where the controller does not answer."""
+        answer = await self._ask_controller(lambda ask_id: DrainAsk(ask_id, name, drain))
+        return answer.replica_ids if isinstance(answer, DrainTold) else None
+
+    async def _ask_controller(self, question: Callable[[int], Message]) -> ClusterStatus | DrainTold | None:
         ask_id = next(self._ask_ids)
-        ask: asyncio.Future[ClusterStatus] = asyncio.get_running_loop().create_future()
+        ask: asyncio.Future[ClusterStatus | DrainTold] = asyncio.get_running_loop().create_future()
         self._asks[ask_id] = ask
         try:
-            if not self._controller.send(StatusRequest(ask_id=ask_id)):
+            if not self._controller.send(question(ask_id)):
                 return None
-            async with asyncio.timeout(_STATUS_TIMEOUT_S):
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 return await ask
         except TimeoutError:
             return None

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from ops.bench.cli import app as bench_app
+from ops.drain_cli import drain
 from ops.errors import CommandError
 from ops.explain_cli import explain
 from ops.keys_cli import app as keys_app
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(status)
 app.command()(explain)
+app.command()(drain)
 app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
 

@@ -28,7 +28,7 @@ def read_environment() -> Environment:
         raise CommandError(f"FOREBAY_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}") from error
 
 
-def ask(url: str | None, path: str) -> tuple[str, Any]:
+def ask(url: str | None, path: str, method: str = "GET") -> tuple[str, Any]:
     """(the address that was asked, the JSON that it answered at `path`). Without `url` it is FOREBAY_URL, or the newest
     instance on this machine.
 
@@ -44,13 +44,14 @@ def ask(url: str | None, path: str) -> tuple[str, Any]:
         address = next((instance.url for instance in instances if instance.url), None)
         if address is None:
             raise CommandError("the instance on this machine is still starting; ask again when it is ready")
-    what = path.rsplit("/", 1)[1]
+    what = path.rsplit("/", 1)[1] if method == "GET" else "answer"
     try:
-        answer = httpx.get(f"{address.rstrip('/')}{path}", headers=settings.credentials, timeout=_TIMEOUT_S)
+        target = f"{address.rstrip('/')}{path}"
+        answer = httpx.request(method, target, headers=settings.credentials, timeout=_TIMEOUT_S)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise unauthorized(address, settings.credentials)
         said = answer.json()
-        if answer.status_code == httpx.codes.NOT_FOUND:
+        if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.FORBIDDEN):
             raise CommandError(f"{address}: {said['error']['message']}", exit_code=1)
         answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:

@@ -57,6 +57,7 @@ def create(
     queue_share: Annotated[
         float, typer.Option(metavar="SHARE", help="Part of a class's queue that its tenant may fill, up to 1.")
     ] = 1.0,
+    operator: Annotated[bool, typer.Option("--operator", help="It may drain replicas (`forebay drain`).")] = False,
     note: Annotated[str, typer.Option(metavar="TEXT", help="What it is for, as `forebay keys list` shows it.")] = "",
     profile: ProfileOption = "local",
     file: FileOption = None,
@@ -76,6 +77,7 @@ def create(
             highest_class=highest_class,
             limits=Limits(requests_per_s, tokens_per_min, max_streams),
             queue_share=queue_share,
+            operator=operator,
             note=note,
         )
     except KeysError as error:
@@ -107,7 +109,8 @@ def list_keys(
         "requests/s",
         "tokens/min",
         "streams",
-        "queue share",
+        "queue",
+        "operator",
         "created",
         "revoked",
         "note",
@@ -156,6 +159,7 @@ def _row(record: KeyRecord) -> tuple[str | Text, ...]:
         format_number(limits.tokens_per_min),
         format_number(limits.max_streams),
         f"{record.queue_share:.0%}",
+        "yes" if record.operator else "-",
         _day(record.created_unix_s),
         "-" if record.revoked_unix_s is None else _day(record.revoked_unix_s),
         Text(record.note),

@@ -157,6 +157,13 @@ class RouterPart(msgspec.Struct, frozen=True):
     """`ModelStatus` of each: whether its work is taken, and a `BandStatus` of each priority with work, most urgent first."""
 
 
+class Drained(msgspec.Struct, frozen=True):
+    """Which replicas were told to drain, or to take work again."""
+
+    draining: bool
+    replica_ids: tuple[str, ...]
+
+
 class StatusReply(msgspec.Struct, frozen=True):
     """What `forebay status` shows."""
 

@@ -22,8 +22,8 @@ from starlette.routing import Route
 
 from cluster.config import Auth, RouterConfig
 from cluster.messages import ClusterStatus, named
-from cluster.types import RequestId
-from router.answers import Health, ModelList, Ready, RouterPart, StatusReply
+from cluster.types import ReplicaId, RequestId
+from router.answers import Drained, Health, ModelList, Ready, RouterPart, StatusReply
 from router.asgi import Receive, Scope, Send
 from router.auth import Guard, Identify, identity_of
 from router.completions import Completions
@@ -37,6 +37,9 @@ from router.openapi import document
 from router.parsing import ParserGate
 from router.pools import Pools
 from router.tokenize import Answer, TokenEndpoint, detokenized, tokenized
+
+Drain = Callable[[str, bool], Awaitable[tuple[ReplicaId, ...] | None]]
+"""Have work kept from the replicas of this name or host, or no longer; which these are, or None where nobody can say."""
 
 
 class Front:
@@ -64,6 +67,7 @@ def build_app(
     config: RouterConfig,
     registry: CollectorRegistry,
     cluster_status: Callable[[], Awaitable[ClusterStatus | None]],
+    drain: Drain,
     identify: Identify | None = None,
     rng: random.Random | None = None,
 ) -> Guard:
@@ -122,6 +126,19 @@ def build_app(
         router = RouterPart(pools.ready, named(tuple(pool.status for pool in pools)))
         return _json(StatusReply(router, named(await cluster_status())))
 
+    async def drained(request: HttpRequest) -> Response:
+        if not identity_of(request.scope).operator:
+            message = "This key may not drain replicas; make one that may with `forebay keys create --operator`."
+            raise ApiError(403, message, code="not_an_operator")
+        name, begin = request.path_params["name"], request.method == "PUT"
+        replica_ids = await drain(name, begin)
+        if replica_ids is None:
+            raise ApiError(503, "The controller does not answer; try again in a few seconds.", code="no_controller")
+        if not replica_ids:
+            message = "No replica has this id or runs on this host; `forebay status` shows them."
+            raise ApiError(404, message, param="name", code="replica_not_found")
+        return _json(Drained(begin, replica_ids))
+
     def generate(api: Api) -> Completions:
         return Completions(api, pools, gate, limiter, config, rng, door.turned_away)
 
@@ -144,6 +161,7 @@ def build_app(
         Route("/ready", ready, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
         Route("/status", status, methods=["GET"]),
+        Route("/drain/{name}", drained, methods=["PUT", "DELETE"]),
     ]
     handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _internal_error}
     framework = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)

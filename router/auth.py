@@ -23,7 +23,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 METRICS_PATH = "/metrics"
 DEFAULT_TENANT = "default"
 """Of everybody where there are no keys."""
-ANYBODY = Identity(DEFAULT_TENANT, key_id="")
+ANYBODY = Identity(DEFAULT_TENANT, key_id="", operator=True)
 DRAIN_MAX_BYTES = 64 * 2**10
 DRAIN_S = 2.0
 """A refused request's body is read and dropped up to so much and so long: its sender may read no answer before."""

@@ -65,6 +65,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     limits: Limits = NO_LIMITS
     queue_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     """Largest part of a class's queue that its tenant may fill."""
+    operator: bool = False
+    """It may drain replicas."""
     note: Annotated[str, msgspec.Meta(max_length=200)] = ""
     revoked_unix_s: int | None = None
 
@@ -84,6 +86,7 @@ class Identity:
     """The most urgent class that they may use; none may use all."""
     limits: Limits = NO_LIMITS
     queue_share: float = 1.0
+    operator: bool = False
 
 
 # --- the file ---
@@ -127,6 +130,7 @@ class KeyFile:
         highest_class: str | None = None,
         limits: Limits = NO_LIMITS,
         queue_share: float = 1.0,
+        operator: bool = False,
         note: str = "",
     ) -> tuple[KeyRecord, str]:
         """Add a key; returns what the file says of it and the key itself, which nothing says again.
@@ -150,6 +154,7 @@ class KeyFile:
                 highest_class=highest_class,
                 limits=limits,
                 queue_share=queue_share,
+                operator=operator,
                 note=note,
             )
             save((*records, checked(record)))
@@ -293,7 +298,7 @@ class KeyTable:
                 _log.error("key %s is not taken: this router has no class %r", record.id, name)
                 continue
             highest = None if name is None else by_name[name]
-            identity = Identity(record.tenant, record.id, highest, record.limits, record.queue_share)
+            identity = Identity(record.tenant, record.id, highest, record.limits, record.queue_share, record.operator)
             self._keys[record.id.encode()] = (bytes.fromhex(record.hmac_sha256), identity)
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from router.answers import (
     ChatCompletion,
     Completion,
     CompletionChunk,
+    Drained,
     Health,
     ModelCard,
     ModelList,
@@ -88,6 +89,13 @@ OPERATIONS = (
         "get", "/ready", "Whether a replica takes work, and of which models.", Ready, errors=(*_TAKES_NO_BODY, 503)
     ),
     Operation("get", "/status", "Bands of the queue, replicas and the controller.", StatusReply),
+    *(
+        Operation(method, "/drain/{name}", what, Drained, errors=(*_TAKES_NO_BODY, 403, 404, 503))
+        for method, what in (
+            ("put", "Keep new work from a replica, or from all of a host, and let what is there go elsewhere."),
+            ("delete", "Let them take work again."),
+        )
+    ),
     Operation("get", "/metrics", "Prometheus metrics.", "text/plain"),
     Operation("get", "/openapi.json", "This document.", _JSON),
 )

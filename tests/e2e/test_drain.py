@@ -259,6 +259,37 @@ async def test_a_replica_that_leaves_hands_back_what_runs_longer_and_each_stream
         assert [(r.errors, r.done, r.text == undisturbed.text) for r in readers] == [([], True, True)] * 8
 
 
+@pytest.mark.parametrize("named", ["replica-0", "127.0.0.1"])
+async def test_who_is_ordered_to_drain_is_emptied_and_no_stream_is_cut_until_that_is_taken_back(
+    start: Start, named: str
+) -> None:
+    """The host has both replicas: then what is handed back waits for one of them, and what is new is refused."""
+    async with start(hand_back_after_s=0.3) as line:
+        meant = ["replica-0", "replica-1"] if named == "127.0.0.1" else [named]
+
+        async def used() -> list[int]:
+            return line.blocks_used()[: len(meant)]
+
+        undisturbed = Reader(line.client, body(max_tokens=30))
+        await undisturbed.task
+        readers = [Reader(line.client, body(max_tokens=30)) for _ in range(8)]
+        await asyncio.gather(*(reader.begun.wait() for reader in readers))
+        assert all(line.blocks_used())
+        told = await line.client.put(f"/drain/{named}")
+        assert (told.status_code, told.json()) == (200, {"draining": True, "replica_ids": meant})
+        await until(used, lambda blocks: not any(blocks), within_s=5)
+        late = [Reader(line.client, body(max_tokens=30)) for _ in range(4 if len(meant) == 1 else 0)]
+        await until(line.ready_replicas, (2.0 - len(meant)).__eq__)
+        assert not any(await used())
+        await line.client.put(f"/drain/{named}")  # again changes nothing
+        assert (await line.client.delete(f"/drain/{named}")).status_code == 200
+        await until(line.ready_replicas, (2.0).__eq__)
+        await asyncio.gather(*(reader.task for reader in (*readers, *late)))
+        assert [(r.errors, r.done, r.text == undisturbed.text) for r in (*readers, *late)] == [([], True, True)] * (
+            8 + len(late)
+        )
+
+
 # --- ports ---
 
 

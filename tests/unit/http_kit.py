@@ -22,7 +22,7 @@ from cluster.clock import SystemClock
 from cluster.config import RouterConfig
 from cluster.messages import ClusterStatus
 from cluster.model import ModelFolder
-from cluster.types import Outcome, Request
+from cluster.types import Outcome, ReplicaId, Request
 from deployments.http_protocol import HEAD_TIMEOUT_S
 from deployments.http_server import uvicorn_config
 from router.app import build_app
@@ -61,12 +61,20 @@ class World:
         self.replica = FakeReplica(self.core)
         self.port = 0
         self.cluster: ClusterStatus | None = None
+        self.drains: list[tuple[str, bool]] = []
+        self.meant: dict[str, tuple[ReplicaId, ...]] | None = None
+        """The replicas that a name means to the controller; None where there is none."""
 
     def pools(self, model: ModelFolder) -> Pools:
         return Pools([Pool(model, self.core, MAX_LEN, self.config)])
 
     async def cluster_status(self) -> ClusterStatus | None:
         return self.cluster
+
+    async def drain(self, name: str, drain: bool) -> tuple[ReplicaId, ...] | None:
+        """The controller's answer, as the test gives it."""
+        self.drains.append((name, drain))
+        return None if self.meant is None else self.meant.get(name, ())
 
     @property
     def url(self) -> str:
@@ -104,6 +112,7 @@ async def serving(
         config=world.config,
         registry=world.registry,
         cluster_status=world.cluster_status,
+        drain=world.drain,
         identify=identify,
         rng=random.Random(2),
     )

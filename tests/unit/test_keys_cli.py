@@ -120,21 +120,22 @@ def test_list_shows_what_was_set(forebay: Forebay) -> None:
         "--queue-share": "0.25",
         "--note": "the [bold]web app",
     }
-    key = create(forebay, "--tenant", "acme", *(part for pair in options.items() for part in pair))
+    key = create(forebay, "--tenant", "acme", "--operator", *(part for pair in options.items() for part in pair))
     create(forebay, "--tenant", "acme")
     code, out, _ = forebay("list")
     assert code == 0
     head, first, second = out.splitlines()
     assert head.split("  ")[0] == "id"
-    assert first.split()[:7] == [key[3:15], "acme", "standard", "2.5", "60,000", "8", "25%"]
+    assert first.split()[:8] == [key[3:15], "acme", "standard", "2.5", "60,000", "8", "25%", "yes"]
     assert first.rstrip().endswith("the [bold]web app")
-    assert second.split()[1:7] == ["acme", "all", "-", "-", "-", "100%"]
+    assert second.split()[1:8] == ["acme", "all", "-", "-", "-", "100%", "-"]
     code, out, _ = forebay("list", "--json")
     listed = json.loads(out)[0]
     assert {name: listed[name] for name in listed if name not in {"id", "created_unix_s"}} == {
         "tenant": "acme",
         "highest_class": "standard",
         "queue_share": 0.25,
+        "operator": True,
         "note": "the [bold]web app",
         "revoked_unix_s": None,
         "requests_per_s": 2.5,

@@ -101,6 +101,7 @@ def side(model: ModelFolder, *, direct: bool = True, **config: Any) -> Side:
         config=world.config,
         registry=world.registry,
         cluster_status=world.cluster_status,
+        drain=world.drain,
         rng=random.Random(2),
     )
 

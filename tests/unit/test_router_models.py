@@ -74,6 +74,7 @@ async def serving_two(
         config=made,
         registry=registry,
         cluster_status=first.cluster_status,
+        drain=first.drain,
         identify=identify,
         rng=random.Random(2),
     )

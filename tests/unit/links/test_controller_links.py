@@ -15,6 +15,9 @@ from cluster.config import TransportConfig
 from cluster.messages import (
     BandDemand,
     ClusterStatus,
+    DrainAsk,
+    DrainOrder,
+    DrainTold,
     FromController,
     Gate,
     Gates,
@@ -218,6 +221,23 @@ async def test_status_shows_what_each_last_reported_and_missing_is_none(place: P
         status = await heard(router, ClusterStatus)
     assert status.replicas[0].report == report
     assert status.replicas[0].report_age_s is not None
+
+
+async def test_a_drain_reaches_the_replicas_of_that_id_or_host_and_no_other(place: Place) -> None:
+    await place.start()
+    router, one, two = Peer(place, "router"), Peer(place, "replica"), Peer(place, "replica")
+    for peer, entry in ((one, ENTRY), (two, msgspec.structs.replace(ENTRY, replica_id=ReplicaId("r2")))):
+        await peer.ups.get()
+        peer.link.send(ReplicaHere(entry=entry, pid=7))
+    await heard(router, Roster, lambda roster: len(roster.entries) == 2)
+    router.link.send(DrainAsk(1, "r2", True))
+    assert await heard(router, DrainTold) == DrainTold(1, (ReplicaId("r2"),))
+    assert await heard(two, DrainOrder) == DrainOrder(True)
+    router.link.send(DrainAsk(2, ENTRY.host, False))
+    assert await heard(router, DrainTold) == DrainTold(2, (ReplicaId("r1"), ReplicaId("r2")))
+    assert [await heard(peer, DrainOrder) for peer in (one, two)] == [DrainOrder(False)] * 2, "r1 has heard of one only"
+    router.link.send(DrainAsk(3, "r3", True))
+    assert await heard(router, DrainTold) == DrainTold(3, ())
 
 
 async def test_without_a_controller_a_link_keeps_trying_and_says_so(place: Place) -> None:
