@@ -171,6 +171,9 @@ class LocalInstance:
             )
         except SystemExit as error:  # of Ray's own handler of SIGTERM
             raise InterruptedBySignalError from error
+        except Exception as error:  # it raises whatever comes to it, bare exceptions too
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RuntimeError(f"Ray did not start: {why}; {self._keep_logs()}") from error
         finally:
             self._note_children(before)
             self.interrupts.install()

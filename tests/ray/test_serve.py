@@ -198,6 +198,20 @@ def test_when_ray_itself_dies_serve_says_so_and_leaves_nothing(tiny_model: Model
     assert alive == []
 
 
+def test_a_ray_that_does_not_start_is_one_clear_line(tiny_model: ModelFolder, tmp_path: Path) -> None:
+    """Its sockets' paths are too long for the kernel where temporary files lie deep."""
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    command = [sys.executable, "-m", "ops.cli", "serve", "--port", "0", "--model", str(tiny_model.path)]
+    environment = os.environ | {"TMPDIR": str(deep), "FOREBAY_CACHE_DIR": str(tmp_path / "cache")}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("forebay: Ray did not start: ")
+    assert "107 bytes" in line
+    assert list(deep.iterdir()) == []
+
+
 def test_two_instances_do_not_disturb_each_other(instance: Served, tiny_model: ModelFolder, tmp_path: Path) -> None:
     def answer(of: Served) -> str:
         fields = body(model=served_name(tiny_model), max_tokens=8, stream=False)
