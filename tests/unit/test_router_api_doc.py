@@ -41,7 +41,7 @@ def told(model: type[BaseModel], name: str) -> str:
 
 
 def test_every_operation_is_named() -> None:
-    named = re.findall(r"^\| `(GET|POST) (\S+)` \|", PAGE, re.MULTILINE)
+    named = re.findall(r"^\| `(GET|POST|PUT|DELETE) (\S+)` \|", PAGE, re.MULTILINE)
     assert set(named) == {(o.method.upper(), o.path) for o in OPERATIONS}
     assert all(f"`{path}`" in PAGE for path in OPEN_PATHS)
 
