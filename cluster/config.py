@@ -313,6 +313,16 @@ class RouterConfig(Config):
         description="Blocks in the replicas' prefix caches that a router remembers, each once for every replica that holds "
         "it: a replica's whole cache has as many as its pool has blocks. About 200 bytes each.",
     )
+    moves_at_once: PositiveInt = Field(
+        4, description="Requests of this router that move from one replica, and to one, at the same time."
+    )
+    move_timeout_s: PositiveFloat = Field(
+        30.0, description="A move that has not come so far that its request stands still is called off."
+    )
+    move_taken_s: PositiveFloat = Field(
+        2.0,
+        description="A moved request that its new replica does not say it has within this goes on from the journal.",
+    )
     explained_requests: PositiveInt = Field(
         10_000, description="Ended requests whose decisions can still be asked for."
     )
@@ -362,6 +372,17 @@ class TransportConfig(Config):
         2.0, description="A router tries so long to reconnect before it calls a replica lost."
     )
     backoff_max_s: PositiveFloat = Field(1.0, description="Longest pause between two tries to connect.")
+    move_chunk_bytes: PositiveInt = Field(
+        2**20,
+        description="Keys and values that move to another replica travel in messages of so much: tokens wait behind one.",
+    )
+    move_answer_s: PositiveFloat = Field(
+        2.0, description="A replica that is sent a moving request answers each message within this, or it stays."
+    )
+    move_expiry_s: PositiveFloat = Field(
+        5.0,
+        description="A moving request that its router says nothing of goes on where it was, and its copy is dropped.",
+    )
 
     @model_validator(mode="after")
     def _outbox_fits_a_frame(self) -> TransportConfig:

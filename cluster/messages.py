@@ -7,11 +7,13 @@ Welcome or Rejected; nothing else is decoded before.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 
 from cluster.types import (
+    EngineState,
     Generation,
     Preempted,
     PrefixChange,
@@ -24,13 +26,26 @@ from cluster.types import (
     TokenDelta,
 )
 
-PROTOCOL_NEWEST = 3
-PROTOCOL_OLDEST = 3
+PROTOCOL_NEWEST = 4
+PROTOCOL_OLDEST = 4
 """The oldest version that this code still speaks."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages; the class name is the tag."""
+
+
+# --- the roster ---
+
+
+class RosterEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Where routers, and replicas that move work there, reach a replica."""
+
+    replica_id: ReplicaId
+    generation: Generation
+    host: str
+    port: int
+    model: str
 
 
 # --- the handshake, on every connection ---
@@ -80,7 +95,7 @@ class Add(Message, frozen=True):
     request: Request
     attempt: int
     sequence: int
-    """Rises with each Add of this router, across its links."""
+    """Rises with each Add and Grant of this router, across its links."""
     shared: bool = False
     """A minimum share sends it out, past more urgent work that waits; the other routers are told."""
     trial: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
@@ -106,7 +121,108 @@ class Goodbye(Message, frozen=True):
     """The router leaves for good: end its work now instead of keeping it for a reconnect."""
 
 
+class Move(Message, frozen=True):
+    """To the source: send what this attempt holds to the target while it runs on, then freeze it. Answered by FROZEN or
+    OFF, or by the attempt's end."""
+
+    request_id: RequestId
+    attempt: int
+    number: int
+    """Of the attempt that it is to be on the target."""
+    target: RosterEntry
+
+
+class CallOff(Message, frozen=True):
+    """To the source: the attempt stays; frozen, it goes on as if nothing had been. Answered by OFF where it was moving."""
+
+    request_id: RequestId
+    attempt: int
+
+
+class Grant(Message, frozen=True):
+    """To the target: the attempt that arrives there is the one that counts. Answered by TAKEN or OFF."""
+
+    request_id: RequestId
+    attempt: int
+    index: int
+    """Of its first token: as many had come when it was frozen."""
+    sequence: int
+    """As that of an Add."""
+
+
+class Release(Message, frozen=True):
+    """To the source: the target has it, a frozen attempt is to be forgotten."""
+
+    request_id: RequestId
+    attempt: int
+
+
+# --- replica -> replica: what a move carries ---
+
+
+class MoveBegin(Message, frozen=True):
+    """Reserve a place for an attempt of a router's, and blocks for what comes with it. Answered."""
+
+    request_id: RequestId
+    attempt: int
+    router_id: RouterId
+    kv_format: str
+    blocks: int
+
+
+class MoveBlocks(Message, frozen=True):
+    """Blocks `first`, `first` + 1, … as `cluster.ports.MovesPort.export_blocks` gives them. Answered."""
+
+    request_id: RequestId
+    attempt: int
+    first: int
+    data: memoryview
+
+
+class MoveState(Message, frozen=True):
+    """The last of a move: the request as it was frozen. It is begun once its router has granted it."""
+
+    attempt: int
+    state: EngineState
+
+
+class MoveAbort(Message, frozen=True):
+    """Nothing more will come."""
+
+    request_id: RequestId
+    attempt: int
+
+
+class MoveAnswer(Message, frozen=True):
+    """Of the target, to each MoveBegin and MoveBlocks in order."""
+
+    request_id: RequestId
+    attempt: int
+    refusal: str = ""
+    """A value of `cluster.ports.ImportRefusal`, or DRAINING of RefusalReason; empty where it was taken."""
+
+
 # --- replica -> router ---
+
+
+class MoveStage(StrEnum):
+    FROZEN = "frozen"
+    """On the source: it has told `index` tokens, and all of it is with the target or on its way."""
+    TAKEN = "taken"
+    """On the target: it is here."""
+    OFF = "off"
+    """On the source: the attempt goes on there. On the target: it does not come."""
+
+
+class MoveNotice(msgspec.Struct, frozen=True, array_like=True):
+    """How a move stands. It follows the deltas of its frame."""
+
+    request_id: RequestId
+    attempt: int
+    """On the source the one that is moved, on the target the one that comes of it."""
+    stage: MoveStage
+    index: int = 0
+    why: str = ""
 
 
 class StepFrame(Message, frozen=True):
@@ -119,17 +235,7 @@ class StepFrame(Message, frozen=True):
     prefixes: PrefixChange | None = None
     """What is new of its prefix cache, as much of it as a frame may carry. `afresh` with the first of a link; before that,
     and from an engine without a prefix cache, nothing is known."""
-
-
-# --- the roster ---
-
-
-class RosterEntry(msgspec.Struct, frozen=True, array_like=True):
-    replica_id: ReplicaId
-    generation: Generation
-    host: str
-    port: int
-    model: str
+    moves: tuple[MoveNotice, ...] = ()
 
 
 # --- replica or router -> controller ---
@@ -341,7 +447,9 @@ class ClusterStatus(Message, frozen=True):
     routers: tuple[RouterStatus, ...]
 
 
-ToReplica = Add | Abort | ResendFrom | Goodbye
+ToReplica = Add | Abort | ResendFrom | Goodbye | Move | CallOff | Grant | Release
+ToPeer = MoveBegin | MoveBlocks | MoveState | MoveAbort
+FromPeer = MoveAnswer
 ToRouter = StepFrame
 ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand
 FromController = Granted | Roster | ClusterStatus | DrainOrder | DrainTold | Gates

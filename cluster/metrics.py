@@ -81,6 +81,10 @@ OUTPUT_OVER_STATED = Metric(
     ("priority_class",),
 )
 CONTINUED = Metric("forebay_continued", "Requests continued on another replica, by why.", ("reason",))
+MOVES = Metric("forebay_moves", "Live moves of requests between replicas, by what came of them.", ("outcome",))
+MOVE_PAUSE = Metric(
+    "forebay_move_pause_seconds", "From the word that a moving request stands still to its first token elsewhere."
+)
 ENGINE_DEATHS = Metric("forebay_engine_deaths", "Replicas that were lost with requests running on them.")
 SUSPECTS = Metric("forebay_suspects", "Live requests that ran on an engine when it died and are not cleared yet.")
 FENCED = Metric("forebay_fenced_deltas", "Deltas dropped: of an old attempt, or repeats.", ("kind",))

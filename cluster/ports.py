@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from cluster.messages import StepFrame
+from cluster.messages import RosterEntry, StepFrame
 from cluster.types import (
     EngineLoad,
     EngineState,
@@ -226,6 +226,27 @@ class ReplicaPort(Protocol):
     def abort(self, request_id: RequestId, attempt: int) -> None: ...
 
     def resend_from(self, request_id: RequestId, attempt: int, index: int) -> None: ...
+
+    # One move, in order: `move` to the source, which answers FROZEN; `grant` to the target, which answers TAKEN;
+    # `release` to the source. Either answers OFF where it is not to be.
+
+    @property
+    def entry(self) -> RosterEntry:
+        """Where others reach it."""
+        ...
+
+    def move(self, request_id: RequestId, attempt: int, number: int, target: RosterEntry) -> None:
+        """Have an attempt moved from here, to be attempt `number` there."""
+        ...
+
+    def call_off(self, request_id: RequestId, attempt: int) -> None: ...
+
+    def grant(self, request_id: RequestId, attempt: int, index: int) -> int:
+        """The attempt that arrives there is the one that counts, from token `index` on. Returns its sequence number, as
+        `add` does."""
+        ...
+
+    def release(self, request_id: RequestId, attempt: int) -> None: ...
 
 
 class ReplicaListener(Protocol):

@@ -13,7 +13,20 @@ from collections.abc import Iterator
 import msgspec
 
 from cluster.config import TransportConfig
-from cluster.messages import Abort, Add, Goodbye, Message, ResendFrom, RosterEntry, ToRouter, Welcome
+from cluster.messages import (
+    Abort,
+    Add,
+    CallOff,
+    Goodbye,
+    Grant,
+    Message,
+    Move,
+    Release,
+    ResendFrom,
+    RosterEntry,
+    ToRouter,
+    Welcome,
+)
 from cluster.ports import ReplicaListener
 from cluster.types import Generation, ReplicaId, Request, RequestId
 from deployments.transport import Identity, Link, NobodyListensError, RejectedError, TransportError, connect
@@ -26,8 +39,8 @@ _FIRST_PAUSE_S = 0.02
 class ReplicaLink:
     """Implements `ports.ReplicaPort` over TCP.
 
-    `sequence` numbers the adds. It is the router's, not the link's: to the replica a later link is the same router, and
-    its numbers go on.
+    `sequence` numbers the adds and grants. It is the router's, not the link's: to the replica a later link is the same
+    router, and its numbers go on.
     """
 
     def __init__(
@@ -73,6 +86,24 @@ class ReplicaLink:
 
     def resend_from(self, request_id: RequestId, attempt: int, index: int) -> None:
         self._send(ResendFrom(request_id=request_id, attempt=attempt, index=index))
+
+    @property
+    def entry(self) -> RosterEntry:
+        return self._entry
+
+    def move(self, request_id: RequestId, attempt: int, number: int, target: RosterEntry) -> None:
+        self._send(Move(request_id, attempt, number, target))
+
+    def call_off(self, request_id: RequestId, attempt: int) -> None:
+        self._send(CallOff(request_id, attempt))
+
+    def grant(self, request_id: RequestId, attempt: int, index: int) -> int:
+        number = next(self._sequence)
+        self._send(Grant(request_id, attempt, index, number))
+        return number
+
+    def release(self, request_id: RequestId, attempt: int) -> None:
+        self._send(Release(request_id, attempt))
 
     def _send(self, message: Message) -> None:
         if self._link is not None:

@@ -10,20 +10,17 @@ import asyncio
 import os
 from collections.abc import Callable
 
-import msgspec
-
 from cluster.clock import SystemClock
-from cluster.messages import DrainOrder, FromController, Granted, ReplicaHere, ReplicaStatus, RosterEntry, ToReplica
+from cluster.messages import DrainOrder, FromController, Granted, ReplicaHere, ReplicaStatus, RosterEntry
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort
 from cluster.types import Generation, ReplicaId
 from deployments.controller_link import ControllerLink, Find
-from deployments.replica_server import ReplicaServer
+from deployments.replica_server import ROLES, ReplicaServer, decode
 from deployments.settings import Instance
 from deployments.tasks import raise_if_ended
 from deployments.transport import Acceptor, Identity
 
-ROLES = frozenset({"router"})
 _MEET_S = 10.0
 _MEET_POLL_S = 0.05
 _REFUSING_S = 0.2
@@ -67,16 +64,11 @@ class ReplicaProcess:
         # Loading takes seconds, in a thread so that health checks and the link to the controller go on.
         self.engine = await asyncio.to_thread(self._load, self._model)
         generation = await self._granted
-        self.server = ReplicaServer(self.engine, self._id, generation, self._profile.transport, SystemClock())
-        self.server.start(self._on_death)
         identity = Identity("replica", self._id, self._secret, self._model.identity, generation)
-        self._acceptor = Acceptor(
-            lambda _: identity,
-            ROLES,
-            msgspec.msgpack.Decoder(ToReplica).decode,
-            self.server.accept,
-            self._profile.transport,
-        )
+        transport = self._profile.transport
+        self.server = ReplicaServer(self.engine, self._id, generation, transport, SystemClock(), identity)
+        self.server.start(self._on_death)
+        self._acceptor = Acceptor(lambda _: identity, ROLES, decode, self.server.accept, transport)
         host, port = await self._acceptor.listen(host, 0, self._secret)
         entry = RosterEntry(self._id, generation, host, port, self._model.name)
         self._here = ReplicaHere(entry=entry, pid=os.getpid())
@@ -174,5 +166,6 @@ class ReplicaProcess:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._acceptor is not None:
+            await self.server.close()
             await self._acceptor.close()
             await asyncio.to_thread(self.engine.stop)

@@ -6,93 +6,63 @@ through `call_soon_threadsafe` alone, once a step.
 
 Invariants: every live attempt belongs to exactly one session; all of a step's tokens for one router leave in one frame;
 a router that is away or slow never delays a step, and its work ends `orphan_after_s` after it was last seen; beside a
-suspect (router/suspects.py) no other suspect is begun, and beside one that is tried alone nothing is.
+suspect (router/suspects.py) no other suspect is begun, and beside one that is tried alone nothing is; an attempt that
+moves is of its router until that has released it, and one that comes is once that has granted it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, assert_never
 
+import msgspec
+
 from cluster.config import TransportConfig
-from cluster.messages import Abort, Add, Goodbye, Hello, ResendFrom, StepFrame, ToReplica
-from cluster.ports import Clock, EnginePort, StepResult
+from cluster.messages import (
+    Abort,
+    Add,
+    CallOff,
+    Goodbye,
+    Grant,
+    Hello,
+    Move,
+    MoveNotice,
+    MoveStage,
+    Release,
+    ResendFrom,
+    StepFrame,
+    ToPeer,
+    ToReplica,
+)
+from cluster.ports import Clock, EnginePort, ImportRefusal, StepResult
 from cluster.types import (
     EngineLoad,
     Generation,
-    Preempted,
-    Refusal,
     RefusalReason,
     ReplicaId,
     ReplicaReport,
     ReplicaState,
-    RequestId,
     RouterId,
-    SharedWork,
 )
+from deployments.marked_work import MarkedWork
+from deployments.move_source import MoveSource
+from deployments.move_target import MoveTarget
 from deployments.outbox import AttemptKey, Outbox
+from deployments.peer_link import PeerLinks
 from deployments.prefix_feed import HeldPrefixes, PrefixFeed
-from deployments.transport import Link
+from deployments.router_session import RouterSession
+from deployments.transport import Identity, Link, LinkHandler
 from router.suspects import Trial, may_join
 
 LOG = logging.getLogger("forebay.replica")
 
-_SHARED_TOLD = 64
-"""Attempts that minimum shares sent here that a report tells of, the latest."""
-_PREEMPTED_KEPT = 4096
-"""Notices of preemption held for a router that does not read; they explain, nothing depends on them."""
-
-
-@dataclass(slots=True)
-class _Tried:
-    """A suspect that is tried here."""
-
-    session: RouterSession
-    trial: Trial
-    tokens: int
-    """With so many output tokens it is over."""
-    sequence: int
-    """Of its add."""
-
-
-@dataclass(slots=True)
-class _Shared:
-    """An attempt that a minimum share sent here."""
-
-    session: RouterSession
-    priority: int
-    since_s: float
-    """Monotonic."""
-    preempted: bool = False
-
-
-class RouterSession:
-    """One router's work on this replica; outlives its links by `orphan_after_s`."""
-
-    def __init__(self, router_id: RouterId, server: ReplicaServer, outbox: Outbox, prefixes: PrefixFeed) -> None:
-        self.router_id = router_id
-        self.outbox = outbox
-        self.prefixes = prefixes
-        self.link: Link | None = None
-        self.sent_s = -math.inf
-        """When it was sent a frame last, monotonic."""
-        self.applied_sequence = 0
-        self.latest_attempt: dict[RequestId, int] = {}
-        self.refusals: list[Refusal] = []
-        self.preempted: deque[Preempted] = deque(maxlen=_PREEMPTED_KEPT)
-        self.orphan_timer: asyncio.TimerHandle | None = None
-        self._server = server
-
-    def refuse(self, key: AttemptKey, reason: RefusalReason) -> None:
-        self.refusals.append(Refusal(*key, reason))
-
-    def handler(self, link: Link) -> _SessionLink:
-        return _SessionLink(self, link, self._server)
+ROLES = frozenset({"router", "replica"})
+"""Of those that a replica's listener lets in."""
+decode = msgspec.msgpack.Decoder(ToReplica | ToPeer).decode
+"""Of what they send it."""
 
 
 class _SessionLink:
@@ -103,8 +73,10 @@ class _SessionLink:
         self._link = link
         self._server = server
 
-    def message(self, message: ToReplica) -> None:
-        if self._session.link is self._link:
+    def message(self, message: ToReplica | ToPeer) -> None:
+        if isinstance(message, ToPeer):
+            self._link.abort(f"a router does not send {type(message).__name__}")
+        elif self._session.link is self._link:
             self._server.message(self._session, message)
 
     def writable(self) -> None:
@@ -117,7 +89,7 @@ class _SessionLink:
 
 
 class ReplicaServer:
-    """Sessions, attempts and reports of one replica."""
+    """Sessions, attempts and reports of one replica. `identity` is what it is to other replicas."""
 
     def __init__(
         self,
@@ -126,6 +98,7 @@ class ReplicaServer:
         generation: Generation,
         config: TransportConfig,
         clock: Clock,
+        identity: Identity | None = None,
     ) -> None:
         self._engine = engine
         self._replica_id = replica_id
@@ -136,15 +109,18 @@ class ReplicaServer:
         self._sessions: dict[RouterId, RouterSession] = {}
         self._owner: dict[AttemptKey, RouterSession] = {}
         self._prefixes = HeldPrefixes()
-        self._shared: dict[AttemptKey, _Shared] = {}
-        """What a minimum share sent here."""
-        self._tried: dict[AttemptKey, _Tried] = {}
+        self._marked = MarkedWork()
         self._adds_sent = 0
         self._adds_unapplied: deque[tuple[int, RouterSession, int]] = deque()
         """(which add of the engine, session, its sequence) of those that no load has counted yet."""
+        self._granted: list[tuple[RouterSession, int]] = []
+        """(session, its sequence) of grants that the next load counts."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
+        self._peers = PeerLinks(identity or Identity("replica", replica_id, b"", generation=generation), config)
+        self._leaving = MoveSource(engine, self._peers, self, config)
+        self._coming = MoveTarget(engine, self, config)
 
     @property
     def routers(self) -> int:
@@ -164,13 +140,16 @@ class ReplicaServer:
 
     # --- links ---
 
-    def accept(self, link: Link, hello: Hello) -> _SessionLink:
-        """A router has connected, for the first time or again."""
+    def accept(self, link: Link, hello: Hello) -> LinkHandler:
+        """A router has connected, for the first time or again, or a replica from which work comes."""
+        return self._coming.accept(link) if hello.role == "replica" else self._accept_router(link, hello)
+
+    def _accept_router(self, link: Link, hello: Hello) -> _SessionLink:
         router_id = RouterId(hello.sender_id)
         session = self._sessions.get(router_id)
         if session is None:
             outbox, prefixes = Outbox(self._config.outbox_max_bytes), PrefixFeed(self._prefixes)
-            session = self._sessions[router_id] = RouterSession(router_id, self, outbox, prefixes)
+            session = self._sessions[router_id] = RouterSession(router_id, outbox, prefixes)
             self._flush_all()  # the others know that they are not alone before anything of it runs
         if session.orphan_timer is not None:
             session.orphan_timer.cancel()
@@ -180,7 +159,7 @@ class ReplicaServer:
         if old is not None:
             old.abort("replaced by a newer link of the same router")
         self._loop.call_soon(self.flush, session)
-        return session.handler(link)
+        return _SessionLink(session, link, self)
 
     def link_closed(self, session: RouterSession, reason: str) -> None:
         session.link = None
@@ -191,6 +170,7 @@ class ReplicaServer:
         """End all work of a router that has left or has not come back."""
         for key in session.outbox.live:
             self._end_attempt(session, key)
+        self._coming.router_gone(session.router_id)
         if self._sessions.get(session.router_id) is session:
             del self._sessions[session.router_id]
         if session.orphan_timer is not None:
@@ -206,6 +186,7 @@ class ReplicaServer:
             case Add():
                 self._add(session, message)
             case Abort(request_id=request_id, attempt=attempt):
+                self._coming.give_up(session.router_id, (request_id, attempt))
                 self._end_attempt(session, (request_id, attempt))
             case ResendFrom():
                 if not session.outbox.rewind(message.request_id, message.attempt, message.index):
@@ -213,6 +194,16 @@ class ReplicaServer:
                 self.flush(session)
             case Goodbye():
                 self._end_session(session)
+            case Move():
+                self._move(session, message)
+            case CallOff(request_id=request_id, attempt=attempt):
+                if self._owner.get((request_id, attempt)) is session:
+                    self._leaving.call_off((request_id, attempt))
+            case Grant(request_id=request_id, attempt=attempt):
+                if (request_id, attempt) not in self._owner:
+                    self._coming.grant(session.router_id, message)
+            case Release(request_id=request_id, attempt=attempt):
+                self._release(session, (request_id, attempt))
             case _:
                 assert_never(message)
 
@@ -226,26 +217,28 @@ class ReplicaServer:
             self._end_attempt(session, (request.request_id, latest))
         refused = RefusalReason.DRAINING if self._state is ReplicaState.DRAINING else None
         # Each router sees to that for its own; what another sends at the same moment only the replica knows.
-        if refused is None and not may_join(Trial(add.trial), self._strictest_trial(), occupied=bool(self._owner)):
+        if refused is None and not may_join(
+            Trial(add.trial), self._marked.strictest_trial(), occupied=bool(self._owner)
+        ):
             refused = RefusalReason.FULL
         if refused is not None:
             self._adds_unapplied.append((self._adds_sent, session, add.sequence))  # counted with those before it
             session.refuse(key, refused)
             self.flush(session)
             return
-        session.latest_attempt[request.request_id] = attempt
-        session.outbox.open(request.request_id, attempt, len(request.emitted_ids))
-        self._owner[key] = session
-        if add.shared:
-            self._shared[key] = _Shared(session, request.priority, self._clock.monotonic())
-        self._idle.clear()
-        if add.trial:
-            self._tried[key] = _Tried(session, Trial(add.trial), add.trial_tokens, add.sequence)
+        self._open(session, key, len(request.emitted_ids))
+        self._marked.add(session, add, self._clock.monotonic())
         if add.trial == Trial.ALONE:
             self.flush(session)
             self._loop.call_soon(self._give, session, add)  # when that has left: should it kill, its router knows
         else:
             self._give(session, add)
+
+    def _open(self, session: RouterSession, key: AttemptKey, first_index: int) -> None:
+        session.latest_attempt[key[0]] = key[1]
+        session.outbox.open(*key, first_index)
+        self._owner[key] = session
+        self._idle.clear()
 
     def _give(self, session: RouterSession, add: Add) -> None:
         if (add.request.request_id, add.attempt) in self._owner:
@@ -253,19 +246,17 @@ class ReplicaServer:
             self._adds_unapplied.append((self._adds_sent, session, add.sequence))
             self._engine.add(add.request, add.attempt)
 
-    def _strictest_trial(self, but: RouterSession | None = None) -> Trial:
-        return max((t.trial for t in self._tried.values() if t.session is not but), default=Trial.NONE)
-
     def _end_attempt(self, session: RouterSession, key: AttemptKey) -> None:
         session.outbox.forget(*key)
-        if self._owner.pop(key, None) is not None:
+        if self._owner.get(key) is session:
+            del self._owner[key]
             self._engine.abort(*key)
-        self._released(session, key)
+            self._released(session, key)
 
     def _released(self, session: RouterSession, key: AttemptKey) -> None:
         """An attempt is over."""
-        self._shared.pop(key, None)
-        self._tried.pop(key, None)
+        self._leaving.ended(key)
+        self._marked.over(key)
         if session.latest_attempt.get(key[0]) == key[1]:
             del session.latest_attempt[key[0]]
         if not self._owner:
@@ -275,16 +266,15 @@ class ReplicaServer:
 
     def _apply(self, result: StepResult) -> None:
         """One turn of the engine: give each router its part, in one frame."""
+        self._adds_unapplied.extend((self._adds_sent, *granted) for granted in self._granted)
+        self._granted.clear()
         for delta in result.deltas:
             key = (delta.request_id, delta.attempt)
             session = self._owner.get(key)
             if session is None:
                 continue  # aborted while the step ran
             session.outbox.record(delta)
-            if key in self._shared:
-                self._shared[key].preempted = False
-            if self._tried and (tried := self._tried.get(key)) and delta.index + len(delta.token_ids) >= tried.tokens:
-                del self._tried[key]
+            self._marked.told(delta)
             if delta.finish is not None:
                 del self._owner[key]
                 self._released(session, key)
@@ -299,14 +289,82 @@ class ReplicaServer:
             session = self._owner.get((notice.request_id, notice.attempt))
             if session is not None:
                 session.preempted.append(notice)
-                if (shared := self._shared.get((notice.request_id, notice.attempt))) is not None:
-                    shared.preempted = True
+                self._marked.preempted((notice.request_id, notice.attempt))
         if result.prefixes is not None:
             changed = self._prefixes.apply(result.prefixes)
             for session in self._sessions.values():
                 session.prefixes.changed(changed)
         for session in list(self._sessions.values()):
             self.flush(session, result.load)
+
+    # --- moves, see move_source.py and move_target.py ---
+
+    def _move(self, session: RouterSession, move: Move) -> None:
+        key = (move.request_id, move.attempt)
+        why = ""
+        if self._owner.get(key) is not session:
+            why = "no such attempt runs here"
+        elif move.target.replica_id == self._replica_id:
+            why = "it is here already"
+        if why:
+            self.tell(session.router_id, MoveNotice(*key, MoveStage.OFF, why=why))
+        else:
+            self._leaving.begin(move, session.router_id)
+
+    def _release(self, session: RouterSession, key: AttemptKey) -> None:
+        """It is elsewhere. The engine forgets it without a word where it has kept it for that."""
+        if self._owner.get(key) is session and self._leaving.release(key):
+            session.outbox.forget(*key)
+            del self._owner[key]
+            self._released(session, key)
+        else:
+            self._end_attempt(session, key)
+
+    def tell(self, router_id: RouterId, notice: MoveNotice) -> None:
+        if (session := self._sessions.get(router_id)) is not None:
+            session.notices.append(notice)
+            self.flush(session)
+
+    def give_back(self, key: AttemptKey) -> None:
+        """It cannot go on here."""
+        if (session := self._owner.get(key)) is not None:
+            self._hand_back(session, key)
+            self.flush(session)
+
+    def refuses(self, key: AttemptKey) -> str:
+        """Why an attempt is not to come here; empty where it may."""
+        if self._state is ReplicaState.DRAINING:
+            return RefusalReason.DRAINING
+        if key in self._owner:
+            return ImportRefusal.KNOWN
+        return "" if may_join(Trial.NONE, self._marked.strictest_trial(), occupied=False) else ImportRefusal.FULL
+
+    def arrive(self, router_id: RouterId, grant: Grant) -> str:
+        """The engine is about to have it. Returns why it may not; empty else."""
+        session = self._sessions[router_id]
+        latest = session.latest_attempt.get(grant.request_id, -1)
+        refusal = ""
+        if latest >= grant.attempt:
+            refusal = "a later attempt is here"
+        elif not may_join(Trial.NONE, self._marked.strictest_trial(), occupied=True):
+            refusal = ImportRefusal.FULL
+        else:
+            if latest >= 0:
+                self._end_attempt(session, (grant.request_id, latest))
+            self._open(session, (grant.request_id, grant.attempt), grant.index)
+        return refusal
+
+    def turn_away(self, key: AttemptKey) -> bool:
+        """The engine did not take it after all. False where its router has given it up by now."""
+        session = self._owner.get(key)
+        if session is not None:
+            self._end_attempt(session, key)
+        return session is not None
+
+    def settled(self, router_id: RouterId, grant: Grant) -> None:
+        """What comes of a grant is in every later load."""
+        if (session := self._sessions.get(router_id)) is not None:
+            self._granted.append((session, grant.sequence))
 
     # --- to routers ---
 
@@ -323,18 +381,11 @@ class ReplicaServer:
             load=load,
             step_age_s=progress.step_age_s,
             applied_sequence=session.applied_sequence if session is not None else 0,
-            shared=self._shared_by_others(session) if self._shared else (),
-            trial=self._strictest_trial(session) if self._tried else Trial.NONE,
+            shared=self._marked.shared_by_others(session, self._clock.monotonic()),
+            trial=self._marked.strictest_trial(session),
             others=len(self._sessions) > 1,
-            alone=next(
-                (t.sequence for t in self._tried.values() if t.session is session and t.trial is Trial.ALONE), 0
-            ),
+            alone=self._marked.alone(session),
         )
-
-    def _shared_by_others(self, session: RouterSession | None) -> tuple[SharedWork, ...]:
-        now_s = self._clock.monotonic()
-        others = [s for s in self._shared.values() if s.session is not session and not s.preempted]
-        return tuple(SharedWork(s.priority, now_s - s.since_s) for s in others[-_SHARED_TOLD:])
 
     def _count_applied(self, load: EngineLoad) -> None:
         """Note which adds `load` counts; the engine takes them in the order in which they were sent to it."""
@@ -350,8 +401,9 @@ class ReplicaServer:
                 session.refuse(key, RefusalReason.OVERFLOW)
             return
         refusals, session.refusals = tuple(session.refusals), []
-        preempted = tuple(session.preempted)
+        preempted, notices = tuple(session.preempted), tuple(session.notices)
         session.preempted.clear()
+        session.notices.clear()
         session.sent_s = self._clock.monotonic()
         session.link.send(
             StepFrame(
@@ -360,6 +412,7 @@ class ReplicaServer:
                 refusals=refusals,
                 preempted=preempted,
                 prefixes=session.prefixes.take(),
+                moves=notices,
             )
         )
 
@@ -388,10 +441,21 @@ class ReplicaServer:
         self._flush_all()
 
     def hand_back(self) -> None:
-        """End what is left; its routers go on with it elsewhere, from the last token that they have."""
+        """End what is left; its routers go on with it elsewhere, from the last token that they have. What is frozen, and
+        may run elsewhere at any moment, stays until its move is settled: then there may be more to hand back."""
+        self._coming.drop_all("the replica leaves")
         for session in list(self._sessions.values()):
             self.flush(session)  # what has been made need not be made again, where the link takes it
             for key in session.outbox.live:
-                self._end_attempt(session, key)
-                session.refuse(key, RefusalReason.DRAINING)
+                if not self._leaving.is_frozen(key):
+                    self._hand_back(session, key)
             self.flush(session)
+
+    def _hand_back(self, session: RouterSession, key: AttemptKey) -> None:
+        self._end_attempt(session, key)
+        session.refuse(key, RefusalReason.DRAINING)
+
+    async def close(self) -> None:
+        """End the moves from here, and the links that they used. The engine must not have ended yet."""
+        await self._leaving.close()
+        await self._peers.close()

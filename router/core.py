@@ -41,6 +41,7 @@ from router.journal import Accepted, Broken, Gap, Repeat, Stale
 from router.live import Account, Live
 from router.losses import Losses
 from router.metrics_sink import RouterMetrics
+from router.mover import Mover
 from router.outliers import Fault
 from router.status import band_statuses, show_classes, unroutable
 from router.stream import Pushed, Stream
@@ -68,7 +69,9 @@ class RouterCore:
         self._finalize = self._endings.finalize
         self._deadlines, self._gaps = self._endings.deadlines, self._endings.gaps
         self._trials = self._endings.trials
-        self._losses = Losses(config, rng, metrics, self._fleet, self._dispatcher, self._endings, self._live)
+        parts = self._fleet, self._dispatcher, self._endings
+        self._losses = Losses(config, rng, metrics, *parts, self._live)
+        self._moves, self._mover = self._endings.moves, Mover(config, rng, metrics, *parts, self._losses, self._live)
         self._retiring = self._refusing = False
         self._steady: dict[Account, int] = {}
         """Tokens that have come, and are not counted yet."""
@@ -181,12 +184,13 @@ class RouterCore:
                 return False
             case New(replica, replaced):
                 if replaced is not None:
-                    self._losses.replica_gone(replaced, "replaced", now_s)
+                    self._mover.replica_gone(replaced, "replaced", now_s)
             case Known(replica):
                 for request_id, attempt in replica.take_left_behind():
                     port.abort(request_id, attempt)
                 for request_id, open_attempt in replica.reservations.items():
                     port.resend_from(request_id, open_attempt.attempt, self._live[request_id].journal.next_index)
+                self._mover.link_up(replica, now_s)
             case _:
                 assert_never(linked)
         if report is not None:
@@ -197,15 +201,17 @@ class RouterCore:
     def link_down(self, replica_id: ReplicaId, generation: Generation) -> None:
         replica = self._fleet.current(replica_id, generation)
         if replica is not None:
-            self._losses.fault(replica, Fault.LINK, self._begin())
+            now_s = self._begin()
+            self._losses.fault(replica, Fault.LINK, now_s)
             replica.link_up = False
+            self._mover.link_down(replica, now_s)
 
     def replica_lost(self, replica_id: ReplicaId, generation: Generation, why: str) -> None:
         replica = self._fleet.current(replica_id, generation)
         if replica is not None:
             _log.warning("replica %s is lost with %d requests: %s", replica_id, len(replica.reservations), why)
             now_s = self._begin()
-            self._losses.replica_gone(replica, "lost", now_s)
+            self._mover.replica_gone(replica, "lost", now_s)
             self._pump(now_s)
 
     def frame(self, replica_id: ReplicaId, generation: Generation, frame: StepFrame) -> None:
@@ -224,6 +230,9 @@ class RouterCore:
             self._count()
             for refusal in frame.refusals:
                 self._refused(replica, refusal, now_s)
+        if frame.moves:
+            self._count()
+            self._mover.heard(replica, frame.moves, now_s)
         self._pump(now_s)
 
     # --- time ---
@@ -239,6 +248,7 @@ class RouterCore:
             self._losses.ask_again(self._live[request_id], now_s)
         self._expire(now_s)
         self._fleet.reopen(now_s)
+        self._mover.tick(now_s)
         self._pump(now_s)
         if gauges:
             show_classes(self._metrics, self._config.classes, self._dispatcher, self._live.values(), now_s)
@@ -340,6 +350,8 @@ class RouterCore:
         request_id, count, scores = live.request.request_id, len(new.token_ids), new.scores
         if self._gaps:
             self._gaps.close(request_id)
+        if self._moves:
+            self._mover.arrived(live, now_s)
         if count:
             self._metrics.tokens(live.priority_class.name, count)
             self._deadlines.started(request_id)

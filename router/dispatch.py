@@ -296,6 +296,31 @@ class Dispatcher:
         live.prompt_charged = True
         live.band.begin(waiting.tenant, charge)
 
+    def transfer(self, live: Live, source: Replica, target: Replica, number: int, now_s: float) -> None:
+        """Close its attempt and begin `number` with what has moved to `target`. It was sent out once and is charged for
+        once, wherever it runs: its tenant, its class and the gates have no part in it."""
+        request_id = live.request.request_id
+        before = source.reservations[request_id]
+        source.release(request_id)
+        live.journal.close()
+        live.journal.begin(number)
+        sequence = target.port.grant(request_id, number, live.journal.next_index)
+        block_size = target.block_size_tokens
+        blocks = live.need(self._config.expected_output_tokens).blocks(block_size)
+        target.reserve(request_id, Reservation(number, sequence, before.priority, blocks, shared_s=before.shared_s))
+        live.replica_id, live.sent_s = target.replica_id, now_s
+        live.reserved_tokens = blocks * block_size
+        live.steady_below = 0
+        self._settle(live, source)
+        if live.affinity_keys:
+            prompt_tokens = len(live.request.prompt_ids)
+            self._affinity.served(live.affinity_keys, target.replica_id, target.generation, prompt_tokens)
+
+    def _settle(self, live: Live, replica: Replica) -> None:
+        """No attempt of it is there any more."""
+        if self._prefixes.follows(replica.replica_id, replica.generation):
+            self._affinity.settle(live.affinity_keys, replica.replica_id, replica.generation)
+
     def release(self, live: Live, replica: Replica, now_s: float, *, taken_back: bool) -> None:
         """Close the open attempt and give back what was reserved for it. `taken_back`: the request goes on, and where
         it has had no token of any attempt so far its tenant has had nothing."""
@@ -313,8 +338,7 @@ class Dispatcher:
         elif live.first_token_s is None:
             live.band.keep(request.tenant, live.prompt_charge)
         live.band.end(request.tenant, refund)
-        if self._prefixes.follows(replica.replica_id, replica.generation):
-            self._affinity.settle(live.affinity_keys, replica.replica_id, replica.generation)
+        self._settle(live, replica)
 
     def first_token(self, live: Live, cached_tokens: int, now_s: float) -> None:
         """The request has had its first token: its prompt was worth its charge, but for what was not computed of it."""

@@ -1,7 +1,7 @@
 """The end of an attempt and the end of a request.
 
 Owns: what is given back and what is told when either is over, and the memory of the requests that have ended. Imports
-what keeps a live request: queue, deadlines, gaps, trials. Single writer, driven by `core`. Invariants: each request
+what keeps a live request: queue, deadlines, gaps, trials, moves. Single writer, driven by `core`. Invariants: each request
 ends exactly once; nothing is kept for one that has ended but its explanation.
 """
 
@@ -19,6 +19,7 @@ from router.fleet import Fleet
 from router.gaps import Gaps
 from router.live import Live, log_end
 from router.metrics_sink import RouterMetrics
+from router.moves import MoveBook
 from router.outcomes import Ending
 from router.trials import Trials
 from router.view import Replica
@@ -44,6 +45,7 @@ class Endings:
         self.deadlines = Deadlines()
         self.gaps = Gaps()
         self.trials = Trials()
+        self.moves = MoveBook(metrics)
         self.ended = Ended(config.explained_requests, config.explained_bytes)
         self.idle = asyncio.Event()
         self.idle.set()
@@ -52,6 +54,7 @@ class Endings:
         """Its attempt is over; `taken_back` as for `Dispatcher.release`."""
         self._dispatcher.release(live, replica, now_s, taken_back=taken_back)
         self.gaps.close(live.request.request_id)
+        self.moves.over(live.request.request_id)
 
     def finalize(
         self,

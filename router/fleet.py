@@ -157,6 +157,10 @@ class Fleet:
         """Those whose work must go on elsewhere."""
         return [r for r in self if r.reservations and r.condition(self._config, now_s) is Condition.FENCED]
 
+    def draining(self, now_s: float) -> list[Replica]:
+        """Those that can be reached and take nothing new because they are to become empty."""
+        return [r for r in self if r.condition(self._config, now_s) is Condition.DRAINING]
+
     def may_put_out(self, now_s: float) -> bool:
         """Whether at most half of those that could take work would be out with one more of them."""
         usable, out = self._usable(now_s)

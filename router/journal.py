@@ -66,7 +66,16 @@ _STALE, _REPEAT = Stale(), Repeat()
 class Journal:
     """What one request has emitted, over all its attempts."""
 
-    __slots__ = ("_attempt", "_awaited_prompt", "_emitted", "_last_attempt", "_max_tokens", "_plain_below", "_scored")
+    __slots__ = (
+        "_attempt",
+        "_awaited_prompt",
+        "_emitted",
+        "_last_attempt",
+        "_max_tokens",
+        "_plain_below",
+        "_scored",
+        "attempts",
+    )
 
     def __init__(self, request: Request) -> None:
         sampling = request.sampling
@@ -78,16 +87,13 @@ class Journal:
         self._emitted: list[int] = []
         self._last_attempt = 0
         self._attempt: int | None = None
+        self.attempts = 0
+        """Attempts begun so far."""
 
     @property
     def attempt(self) -> int | None:
         """The attempt whose deltas count; None while the request is with no replica."""
         return self._attempt
-
-    @property
-    def attempts(self) -> int:
-        """Attempts begun so far."""
-        return self._last_attempt
 
     @property
     def next_index(self) -> int:
@@ -107,11 +113,16 @@ class Journal:
     def emitted_ids(self) -> tuple[int, ...]:
         return tuple(self._emitted)
 
-    def begin(self) -> int:
+    def promise(self) -> int:
+        """A number for an attempt that may take the open one's place. No other attempt gets it, whatever comes of it."""
+        self._last_attempt += 1
+        return self._last_attempt
+
+    def begin(self, promised: int | None = None) -> int:
         """Open the next attempt and return its number; the first is 1."""
         assert self._attempt is None, "one attempt at a time"
-        self._last_attempt += 1
-        self._attempt = self._last_attempt
+        self._attempt = self.promise() if promised is None else promised
+        self.attempts += 1
         return self._attempt
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from cluster import metrics as names
 from cluster.metrics import LATENCY_BUCKETS_SECONDS, PREEMPTION_BUCKETS, RATIO_BUCKETS, Metric
 from cluster.types import EngineLoad, Outcome, PreemptionMeans, RefusalReason, ReplicaId
 from router.errors import ApiError
+from router.moving import MoveOutcome
 from router.outliers import Fault
 from router.view import Condition, ReplicaView
 
@@ -75,6 +76,7 @@ class RouterMetrics:
         self._served_others = self._served.labels(names.OTHER_TENANTS)
         self._served_to: dict[str, Counter] = {}
         self._preemptions, self._continued = counter(names.PREEMPTIONS), counter(names.CONTINUED)
+        self._moves, self._move_pause = counter(names.MOVES), histogram(names.MOVE_PAUSE)
         self._over_stated = histogram(names.OUTPUT_OVER_STATED, RATIO_BUCKETS)
         self._engine_deaths, self._suspects = counter(names.ENGINE_DEATHS), gauge(names.SUSPECTS)
         self._fenced, self._gaps = counter(names.FENCED), counter(names.GAPS)
@@ -121,6 +123,13 @@ class RouterMetrics:
 
     def continued(self, reason: str) -> None:
         self._continued.labels(reason).inc()
+
+    def moved(self, outcome: MoveOutcome) -> None:
+        """What came of a move."""
+        self._moves.labels(outcome.value).inc()
+
+    def move_paused(self, pause_seconds: float) -> None:
+        self._move_pause.observe(pause_seconds)
 
     def engine_died(self) -> None:
         self._engine_deaths.inc()

@@ -1,8 +1,8 @@
 """What this router knows of the replicas: their last reports, its own reservations and the state of each link.
 
 Owns: the reservation of capacity and the condition of a replica. Imports cluster and nothing of ours beside. Single
-writer. Invariants: a replica's reservations are exactly the attempts that this router has open there; a report that is
-missing is None and never a load of zero.
+writer. Invariants: a replica's reservations are exactly the attempts that this router has open there, and beside them what
+moves there counts; a report that is missing is None and never a load of zero.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class Replica:
         self._backing_off = False
         self.report: ReplicaReport | None = None
         self.reservations: dict[RequestId, Reservation] = {}
+        self.expected: dict[RequestId, Reservation] = {}
+        """Of requests that move here; their attempts are not begun."""
         self._held: dict[int, list[int]] = {}
         """By priority: predicted blocks of attempts that run, of parked ones, and how many attempts."""
         self._own: tuple[OwnLoad, ...] | None = ()
@@ -194,6 +196,20 @@ class Replica:
             self.probe = None
         self._change()
 
+    def expect(self, request_id: RequestId, reservation: Reservation) -> None:
+        """A request moves here that is still open elsewhere: its place is not free. What its replica has reserved for it
+        counts a second time, until it is here."""
+        self.expected[request_id] = reservation
+        self._count(reservation, 1)
+        self._unreported[request_id] = reservation
+        self._change()
+
+    def expect_no_more(self, request_id: RequestId) -> None:
+        """It has come, or will not."""
+        self._count(self.expected.pop(request_id), -1)
+        self._unreported.pop(request_id, None)
+        self._change()
+
     def grow(self, request_id: RequestId, blocks: int) -> None:
         """The attempt has outgrown its prediction."""
         reservation = self.reservations[request_id]
@@ -236,6 +252,13 @@ class Replica:
         """End an attempt there, now or as soon as the link is up again."""
         if self._link_up:
             self.port.abort(request_id, attempt)
+        else:
+            self.left_behind.add((request_id, attempt))
+
+    def let_go(self, request_id: RequestId, attempt: int) -> None:
+        """What was frozen here is elsewhere by now."""
+        if self._link_up:
+            self.port.release(request_id, attempt)
         else:
             self.left_behind.add((request_id, attempt))
 

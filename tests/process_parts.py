@@ -17,7 +17,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,7 +27,10 @@ import uvloop
 
 from cluster.clock import SystemClock
 from cluster.engine.engine import Engine
+from cluster.engine.moves import Moves
 from cluster.engine.runner import EngineRunner
+from cluster.engine.runner_moves import RunnerMoves
+from cluster.engine.scheduling.sequence import Identity
 from cluster.messages import ToController
 from cluster.model import ModelFolder
 from cluster.ports import Backend, EnginePort, Row, RowOutput, StepResult
@@ -38,6 +43,8 @@ from deployments.transport import Acceptor
 from ops.bench.router_ours import find_at, started
 from ops.bench.router_wire import Line, Listening, say
 from tests.padded import PaddedBackend, engine_over
+
+T = TypeVar("T")
 
 POISON_ID = 7
 """An engine that is given a prompt that begins with it dies, and its process with it."""
@@ -57,7 +64,23 @@ class Drain(Line, frozen=True):
     """Begin to leave, as on SIGTERM: what is there is finished or handed back. The process itself stays."""
 
 
-Told = Hold | Freeze | Drain
+MoveCall = Literal[
+    "import_begin", "import_blocks", "import_commit", "export_blocks", "freeze", "export_rest", "release"
+]
+"""Of `cluster.ports.MovesPort`."""
+
+
+class HoldMoves(Line, frozen=True):
+    """The engine stops before it makes such a call, and with it all that it does; None lets go."""
+
+    call: MoveCall | None
+
+
+class UntilMoveHeld(Line, frozen=True):
+    """Answered once it has come to a call that it was told to hold."""
+
+
+Told = Hold | Freeze | Drain | HoldMoves | UntilMoveHeld
 
 
 class FaultyBackend(PaddedBackend):
@@ -84,13 +107,52 @@ class FaultyBackend(PaddedBackend):
         return self._held_at is not None and row.sample is not None and row.start + len(row.token_ids) >= self._held_at
 
 
-class FreezingRunner(EngineRunner):
-    """Stops its process when a step's tokens are on their way to the event loop."""
+class MoveGate:
+    """Holds the engine's thread before one kind of call about moves: nothing that is asked later overtakes it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._changed = threading.Condition()
+        self._held: MoveCall | None = None
+        self._loop = loop
+        self.reached = asyncio.Event()
+
+    def hold(self, call: MoveCall | None) -> None:
+        self.reached.clear()
+        with self._changed:
+            self._held = call
+            self._changed.notify_all()
+
+    def pass_by(self, call: str) -> None:
+        with self._changed:
+            if call == self._held:
+                self._loop.call_soon_threadsafe(self.reached.set)
+                self._changed.wait_for(lambda: call != self._held)
+
+
+class GatedMoves:
+    """An engine's moves behind a gate."""
+
+    def __init__(self, moves: Moves, gate: MoveGate) -> None:
+        self._moves = moves
+        self._gate = gate
+
+    def __getattr__(self, call: str) -> Any:
+        self._gate.pass_by(call)
+        return getattr(self._moves, call)
+
+
+class FaultyRunner(EngineRunner):
+    """Stops its process when a step's tokens are on their way to the event loop; its moves can be held."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(engine, SystemClock())
         self._loop = loop
         self.freezes = False
+        self.gate = MoveGate(loop)
+        self._moves = RunnerMoves(self._ask, engine.moves.kv_format)
+
+    def _ask(self, identity: Identity, call: Callable[[Moves], T]) -> Future[T]:
+        return self._inbox.ask(identity, lambda moves: call(cast(Moves, GatedMoves(moves, self.gate))))
 
     def start(self, on_result: Callable[[StepResult], None], on_death: Callable[[str], None]) -> None:
         def told(result: StepResult) -> None:
@@ -165,12 +227,12 @@ async def replica(instance: Instance, controller_port: int, replica_id: ReplicaI
     (served,) = instance.models().values()
     config, loop = served.config.engine, asyncio.get_running_loop()
     backend: FaultyBackend
-    runner: FreezingRunner
+    runner: FaultyRunner
 
     def load(model: ModelFolder) -> EnginePort:
         nonlocal backend, runner
         backend = FaultyBackend(TorchBackend(model, config), step_s)
-        runner = FreezingRunner(engine_over(backend, model, config), loop)
+        runner = FaultyRunner(engine_over(backend, model, config), loop)
         return runner
 
     process = ReplicaProcess(instance, served.folder, replica_id, find_at(controller_port), load, _die)
@@ -179,6 +241,7 @@ async def replica(instance: Instance, controller_port: int, replica_id: ReplicaI
     say(Listening(()))
     decode = msgspec.json.Decoder(Told).decode
     leaving: asyncio.Task[None] | None = None
+    waiting: set[asyncio.Task[None]] = set()
 
     def obey(line: bytes) -> None:
         nonlocal leaving
@@ -189,7 +252,17 @@ async def replica(instance: Instance, controller_port: int, replica_id: ReplicaI
                 runner.freezes = True
             case Drain():
                 leaving = leaving or asyncio.create_task(process.drain(), name="drain")
+            case HoldMoves(call):
+                runner.gate.hold(call)
+            case UntilMoveHeld():
+                waiting.add(task := asyncio.create_task(reached(), name="until a move is held"))
+                task.add_done_callback(waiting.discard)
+                return
         say(told)
+
+    async def reached() -> None:
+        await runner.gate.reached.wait()
+        say(UntilMoveHeld())
 
     await until_told_to_leave(process, obey)
 

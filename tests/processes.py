@@ -24,7 +24,7 @@ from deployments.settings import Instance, Profile, url_of
 from ops.bench.router_run import Part
 from ops.bench.router_wire import Listening
 from tests.line import read_metric, until
-from tests.process_parts import Drain, Freeze, Hold, Told
+from tests.process_parts import Drain, Freeze, Hold, HoldMoves, MoveCall, Told, UntilMoveHeld
 from tests.ray.streams import client_of
 
 START_TIMEOUT_S = 60.0
@@ -111,6 +111,13 @@ class ReplicaPart(Process):
     async def drain(self) -> None:
         """Returns when it takes nothing new any more; it goes on with what it has."""
         await self._told(Drain())
+
+    async def hold_moves(self, call: MoveCall | None) -> None:
+        """Its engine stops before such a call about a move; see `process_parts.HoldMoves`."""
+        await self._told(HoldMoves(call))
+
+    async def until_move_held(self) -> None:
+        await self._told(UntilMoveHeld())
 
     async def _told(self, what: Told) -> None:
         self.tell(what)

@@ -36,6 +36,7 @@ from cluster.types import (
     Sampling,
 )
 from deployments.prefix_feed import HeldPrefixes, PrefixFeed
+from ops.bench.no_moves import NoMoves
 from ops.report import Report, ReportRow, machine_context
 from ops.sim.backend import END_TOKEN, ModelledBackend, no_text
 from ops.sim.step_time import a100
@@ -134,7 +135,7 @@ class _Clock:
 
 
 @dataclass(slots=True)
-class _Port:
+class _Port(NoMoves):
     """A `ports.ReplicaPort` of one router to one replica, without a network."""
 
     replica: _Replica

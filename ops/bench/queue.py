@@ -28,6 +28,7 @@ from cluster.types import (
     Request,
     RequestId,
 )
+from ops.bench.no_moves import NoMoves
 from ops.report import Report, ReportRow, machine_context
 from router.bands import FairShares
 from router.fleet import Fleet, New
@@ -123,7 +124,7 @@ def _waiting(number: int, tenant: int) -> Waiting:
 # --- the fleet ---
 
 
-class _Port:
+class _Port(NoMoves):
     """A `ports.ReplicaPort` that nothing is sent over."""
 
     def __init__(self, number: int) -> None:

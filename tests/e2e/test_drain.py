@@ -240,11 +240,11 @@ async def test_at_the_end_of_the_grace_time_each_is_told_and_no_replica_works_on
         await until(used, lambda blocks: not any(blocks), within_s=2)
 
 
-@pytest.mark.parametrize("hand_back_after_s", [0.0, 0.5])
-async def test_a_replica_that_leaves_hands_back_what_runs_longer_and_each_stream_is_whole(
-    start: Start, hand_back_after_s: float
+@pytest.mark.parametrize(("hand_back_after_s", "free_slots"), [(0.0, 28), (0.5, 0)])
+async def test_a_replica_that_leaves_hands_back_what_no_other_has_room_for_in_time_and_each_stream_is_whole(
+    start: Start, hand_back_after_s: float, free_slots: int
 ) -> None:
-    async with start(hand_back_after_s=hand_back_after_s) as line:
+    async with start(hand_back_after_s=hand_back_after_s, slots=4 + free_slots) as line:
         undisturbed = Reader(line.client, body(max_tokens=30))
         await undisturbed.task
         readers = [Reader(line.client, body(max_tokens=30)) for _ in range(8)]

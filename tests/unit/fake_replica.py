@@ -3,7 +3,7 @@
 Token k of a request is a function of (request id, k) alone, so whatever a client got in however many attempts can be
 checked against `expected_ids`. Their text is each token's number, or with a `codec` what the real text stage makes of
 them, stop strings and end tokens included. Nothing happens by itself: `step` runs the engine, `deliver` hands its frames
-over.
+over. A move comes one stage further with each step of its source, and is at its target at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import groupby
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from cluster.config import RouterConfig
 from cluster.engine.text import TextCodec, TextStage
-from cluster.messages import StepFrame
+from cluster.messages import MoveNotice, MoveStage, RosterEntry, StepFrame
 from cluster.ports import ReplicaListener
 from cluster.types import (
     EngineLoad,
@@ -73,11 +75,20 @@ def score(token: int, position: int, top: int) -> TokenLogprob:
     return TokenLogprob(-((token * 7 + position) % 64) / 8 - 0.125, others)
 
 
+class Manner(Enum):
+    """How a replica behaves when it is asked for something."""
+
+    OBEY = auto()
+    REFUSE = auto()
+    SILENT = auto()
+
+
 @dataclass
 class Held:
     """An attempt that the engine has. `ids` are all output tokens, those of earlier attempts too.
 
-    `keeps`: it is paused, and its blocks are still its own.
+    `keeps`: it is paused, and its blocks are still its own. `moves_to`: the number that it is to have there, and where;
+    `frozen`: it is there.
     """
 
     request: Request
@@ -89,6 +100,8 @@ class Held:
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
+    moves_to: tuple[int, RosterEntry] | None = None
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         for token in self.request.emitted_ids:
@@ -157,12 +170,26 @@ class FakeReplica:
     codec: TextCodec | None = None
     end_ids: frozenset[int] = frozenset()
     script: Callable[[Request, int], int] = field(default=lambda request, k: token_id(request.request_id, k))
+    peers: dict[ReplicaId, FakeReplica] = field(default_factory=dict)
+    """Where it can move work to."""
+    moving: Manner = Manner.OBEY
+    """As the source of moves."""
+    taking: Manner = Manner.OBEY
+    """As their target, once one is granted."""
+    room: bool = True
+    """Whether it lets moves begin."""
     held: dict[RequestId, Held] = field(default_factory=dict)
+    coming: dict[tuple[RequestId, int], Held] = field(default_factory=dict)
+    """What has moved here and is not granted."""
     done: dict[RequestId, Held] = field(default_factory=dict)
     frames: list[StepFrame] = field(default_factory=list)
     added: list[tuple[Request, int]] = field(default_factory=list)
     aborted: list[tuple[RequestId, int]] = field(default_factory=list)
     resends: list[tuple[RequestId, int, int]] = field(default_factory=list)
+    moves: list[tuple[RequestId, int, int, ReplicaId]] = field(default_factory=list)
+    called_off: list[tuple[RequestId, int]] = field(default_factory=list)
+    grants: list[tuple[RequestId, int, int]] = field(default_factory=list)
+    released: list[tuple[RequestId, int]] = field(default_factory=list)
     sequence: int = 0
     alone: int = 0
     """The add that has it to itself."""
@@ -170,6 +197,7 @@ class FakeReplica:
     work: asyncio.Event = field(default_factory=asyncio.Event)
     _refusals: list[Refusal] = field(default_factory=list)
     _answers: list[TokenDelta] = field(default_factory=list)
+    _notices: list[MoveNotice] = field(default_factory=list)
 
     # --- what the router calls ---
 
@@ -190,8 +218,9 @@ class FakeReplica:
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self.aborted.append((request_id, attempt))
+        self.coming.pop((request_id, attempt), None)
         if request_id in self.held and self.held[request_id].attempt == attempt:
-            del self.held[request_id]
+            self._leave_target(self.held.pop(request_id))
         self.work.set()
 
     def resend_from(self, request_id: RequestId, attempt: int, index: int) -> None:
@@ -203,7 +232,92 @@ class FakeReplica:
             self._answers.append(known.delta(index))
         self.work.set()
 
+    @property
+    def entry(self) -> RosterEntry:
+        return RosterEntry(self.replica_id, self.generation, "127.0.0.1", 1, "m")
+
+    def move(self, request_id: RequestId, attempt: int, number: int, target: RosterEntry) -> None:
+        self.moves.append((request_id, attempt, number, target.replica_id))
+        held = self._of(request_id, attempt)
+        if held is not None and held.moves_to is None and self.moving is Manner.OBEY:
+            held.moves_to = number, target
+        elif held is not None and self.moving is Manner.REFUSE:
+            self._notice(request_id, attempt, MoveStage.OFF, why="refused by the test")
+        self.work.set()
+
+    def call_off(self, request_id: RequestId, attempt: int) -> None:
+        self.called_off.append((request_id, attempt))
+        if (held := self._of(request_id, attempt)) is not None:
+            self._stay(held, "called off")
+        self.work.set()
+
+    def grant(self, request_id: RequestId, attempt: int, index: int) -> int:
+        self.sequence += 1
+        self.grants.append((request_id, attempt, index))
+        if self.taking is not Manner.SILENT:
+            held = self.coming.pop((request_id, attempt), None)
+            if held is None or self.taking is Manner.REFUSE or held.made != index:
+                self._notice(request_id, attempt, MoveStage.OFF, why="not here")
+            else:
+                self.held[request_id] = held
+                self._notice(request_id, attempt, MoveStage.TAKEN)
+        self.work.set()
+        return self.sequence
+
+    def release(self, request_id: RequestId, attempt: int) -> None:
+        self.released.append((request_id, attempt))
+        if self._of(request_id, attempt) is not None:
+            del self.held[request_id]
+        self.work.set()
+
+    # --- moves ---
+
+    def _of(self, request_id: RequestId, attempt: int) -> Held | None:
+        held = self.held.get(request_id)
+        return held if held is not None and held.attempt == attempt else None
+
+    def _notice(self, request_id: RequestId, attempt: int, stage: MoveStage, index: int = 0, why: str = "") -> None:
+        self._notices.append(MoveNotice(request_id, attempt, stage, index, why))
+
+    def _target_of(self, held: Held) -> FakeReplica | None:
+        assert held.moves_to is not None
+        entry = held.moves_to[1]
+        target = self.peers.get(entry.replica_id)
+        return target if target is not None and target.generation == entry.generation else None
+
+    def _leave_target(self, held: Held) -> None:
+        """The source's word that nothing will come."""
+        if held.moves_to is not None and (target := self._target_of(held)) is not None:
+            target.coming.pop((held.request.request_id, held.moves_to[0]), None)
+
+    def _stay(self, held: Held, why: str) -> None:
+        if held.moves_to is not None:
+            self._leave_target(held)
+            held.moves_to, held.frozen = None, False
+            self._notice(held.request.request_id, held.attempt, MoveStage.OFF, why=why)
+
+    def _freeze(self, held: Held) -> None:
+        """All of it goes to the target, or it stays."""
+        assert held.moves_to is not None
+        request, number, target = held.request, held.moves_to[0], self._target_of(held)
+        if target is None or not target.room or target.state is ReplicaState.DRAINING:
+            self._stay(held, "refused by the target")
+            return
+        held.frozen, held.running = True, False
+        sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
+        state = msgspec.structs.replace(request, emitted_ids=tuple(held.ids), sampling=sampling)
+        text = self.codec.stage(sampling.stop, sampling.min_tokens) if self.codec is not None else None
+        target.coming[request.request_id, number] = Held(state, number, text, held.end_ids)
+        self._notice(request.request_id, held.attempt, MoveStage.FROZEN, held.made)
+
     # --- what the test calls ---
+
+    def expire(self) -> None:
+        """What is frozen has waited too long for its router's word, and so has what came."""
+        self.coming.clear()
+        for held in list(self.held.values()):
+            if held.frozen:
+                self._stay(held, "expired")
 
     def connect(self) -> FakeReplica:
         """Come up, or come back; what was made in between is sent only if it is asked for."""
@@ -218,6 +332,7 @@ class FakeReplica:
 
     def die(self) -> None:
         self.held.clear()
+        self.coming.clear()
         self.frames.clear()
         self.listener.replica_lost(self.replica_id, self.generation, "killed by the test")
 
@@ -227,7 +342,11 @@ class FakeReplica:
 
     def step(self) -> None:
         """Run one iteration and put its frame under way."""
-        order = sorted(self.held.values(), key=lambda h: (-h.request.priority, h.request.arrived_unix_s))
+        for held in list(self.held.values()):
+            if held.moves_to is not None and not held.frozen:
+                self._freeze(held)
+        live = [held for held in self.held.values() if not held.frozen]
+        order = sorted(live, key=lambda h: (-h.request.priority, h.request.arrived_unix_s))
         chosen = order[: self.slots]
         preempted = [self._preempt(h, chosen) for h in order[self.slots :] if h.running]
         deltas = list(self._answers)
@@ -241,8 +360,11 @@ class FakeReplica:
             deltas.append(held.delta(index))
             if held.finish is not None:
                 self.done[held.request.request_id] = self.held.pop(held.request.request_id)
-        self.frames.append(StepFrame(self.report(), tuple(deltas), tuple(self._refusals), tuple(preempted)))
+        notices = tuple(self._notices)
+        refusals, report = tuple(self._refusals), self.report()
+        self.frames.append(StepFrame(report, tuple(deltas), refusals, tuple(preempted), moves=notices))
         self._answers.clear()
+        self._notices.clear()
         self._refusals.clear()
 
     def deliver(self) -> None:
@@ -281,7 +403,7 @@ class FakeReplica:
             load=EngineLoad(
                 slots_total=self.slots,
                 blocks_total=self.blocks,
-                blocks_free=self.blocks - sum(h.blocks for h in self.held.values() if h.running or h.keeps),
+                blocks_free=self.blocks - sum(h.blocks for h in self.held.values() if h.running or h.keeps or h.frozen),
                 block_size_tokens=16,
                 running=self._loads(running=True),
                 waiting=self._loads(running=False),
@@ -335,9 +457,12 @@ class Bench:
         self.streams: dict[RequestId, Stream] = {}
         self.texts: dict[RequestId, str] = {}
         self.scores: dict[RequestId, list[Scores]] = {}
+        self.peers: dict[ReplicaId, FakeReplica] = {}
 
     def replica(self, name: str = "r1", **settings: Any) -> FakeReplica:
-        return FakeReplica(self.core, ReplicaId(name), **settings).connect()
+        replica = FakeReplica(self.core, ReplicaId(name), peers=self.peers, **settings)
+        self.peers[replica.replica_id] = replica
+        return replica.connect()
 
     def submit(
         self,

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.config import RouterConfig
 from cluster.control.routers import Routers
-from cluster.messages import Gates, StepFrame
+from cluster.messages import Gates, RosterEntry, StepFrame
 from cluster.types import Generation, ReplicaId, Request, RequestId, RouterId, Sampling, SharedWork
 from router.core import RouterCore
 from router.metrics_sink import RouterMetrics
@@ -56,6 +56,23 @@ class Port:
     def resend_from(self, request_id: RequestId, attempt: int, index: int) -> None:
         self.shared.engine.resend_from(request_id, attempt, index)
 
+    @property
+    def entry(self) -> RosterEntry:
+        return self.shared.engine.entry
+
+    def move(self, request_id: RequestId, attempt: int, number: int, target: RosterEntry) -> None:
+        self.shared.engine.move(request_id, attempt, number, target)
+
+    def call_off(self, request_id: RequestId, attempt: int) -> None:
+        self.shared.engine.call_off(request_id, attempt)
+
+    def grant(self, request_id: RequestId, attempt: int, index: int) -> int:
+        self.shared.owner[request_id] = self.router
+        return self.shared.engine.grant(request_id, attempt, index)
+
+    def release(self, request_id: RequestId, attempt: int) -> None:
+        self.shared.engine.release(request_id, attempt)
+
 
 class SharedReplica:
     """One engine; after each step every router has its part of it, with a report."""
@@ -65,7 +82,8 @@ class SharedReplica:
         self.owner: dict[RequestId, int] = {}
         self.by_share: dict[RequestId, tuple[int, int, float]] = {}
         """(router, priority, since when) of what a minimum share sent here."""
-        self.engine = FakeReplica(self, ReplicaId(name), slots=slots, blocks=blocks)  # type: ignore[arg-type]  # only frames come
+        self.engine = FakeReplica(self, ReplicaId(name), slots=slots, blocks=blocks, peers=fleet.peers)  # type: ignore[arg-type]  # only frames come
+        fleet.peers[self.engine.replica_id] = self.engine
         self.reaches = set(range(len(fleet.cores)))
         """The routers that have a link to it."""
         for number, core in enumerate(fleet.cores):
@@ -79,6 +97,7 @@ class SharedReplica:
                     tuple(d for d in frame.deltas if self.owner[d.request_id] == number),
                     tuple(r for r in frame.refusals if self.owner[r.request_id] == number),
                     tuple(p for p in frame.preempted if self.owner[p.request_id] == number),
+                    moves=tuple(m for m in frame.moves if self.owner[m.request_id] == number),
                 )
                 core.frame(replica_id, generation, mine)
 
@@ -108,6 +127,7 @@ class FleetBench:
     cores: list[RouterCore] = field(default_factory=list)
     registries: list[CollectorRegistry] = field(default_factory=list)
     replicas: list[SharedReplica] = field(default_factory=list)
+    peers: dict[ReplicaId, FakeReplica] = field(default_factory=dict)
     sent: list[tuple[int, Request]] = field(default_factory=list)
     """(router, request), in the order in which they were sent out."""
     gates: list[Gates | None] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The router's core under anything that can happen: submits, cancels, losses, breaks, refusals, repeats and gaps.
+"""The router's core under anything that can happen: submits, cancels, losses, breaks, refusals, repeats, gaps and moves.
 
 Safety is checked after every step, liveness at the end: once faults stop, every request has ended, exactly once.
 """
@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.config import RouterConfig, TenantConfig
-from cluster.types import Generation, Outcome, RefusalReason, ReplicaId, Request, RequestId
+from cluster.types import Generation, Outcome, RefusalReason, ReplicaId, ReplicaState, Request, RequestId
 from router.live import Live
+from router.moving import Stage
 from router.queue import Charge
 from router.suspects import Trial
 from router.terms import Terms
-from tests.unit.fake_replica import Bench, FakeReplica, expected_ids, expected_text, score
+from tests.unit.fake_replica import Bench, FakeReplica, Manner, expected_ids, expected_text, score
 
 NAMES = ("r1", "r2")
 CLASSES = ("interactive", "standard", "batch")
@@ -32,6 +33,7 @@ CONFIG = RouterConfig(
     expected_output_tokens=2,
     minimum_share=0.2,
     ageing_after_s=3,
+    moves_at_once=2,
     tenants=tuple(TenantConfig(name=name, weight=weight) for name, weight in WEIGHTS.items()),
 )
 
@@ -63,6 +65,14 @@ class WatchedReplica(FakeReplica):
                 assert before <= counters[head.tenant] + 1e-6, "the tenant that was served least is next"
         return super().add(request, attempt, shared=shared, trial=trial, trial_tokens=trial_tokens)
 
+    def grant(self, request_id: RequestId, attempt: int, index: int) -> int:
+        core: Any = self.listener
+        live = core._live[request_id]
+        assert live.suspicion is None, "no suspect moves"
+        assert index == live.journal.next_index, "it goes on where its client is"
+        self.check_trials(core, live)
+        return super().grant(request_id, attempt, index)
+
     def check_trials(self, core: Any, live: Live) -> None:
         """Before it is sent here."""
         here = [core._live[name] for name in core._fleet[self.replica_id].reservations]
@@ -87,9 +97,14 @@ class RouterMachine(RuleBasedStateMachine):
     def start(self, name: str) -> None:
         self.generation += 1
         replica = WatchedReplica(
-            self.bench.core, ReplicaId(name), Generation(self.generation, f"g{self.generation}"), slots=2, blocks=30
+            self.bench.core,
+            ReplicaId(name),
+            Generation(self.generation, f"g{self.generation}"),
+            slots=2,
+            blocks=30,
+            peers=self.bench.peers,
         )
-        self.replicas[name] = replica
+        self.replicas[name] = self.bench.peers[replica.replica_id] = replica
         self.linked.add(name)
         self.old_frames[name] = []
         replica.connect()
@@ -160,6 +175,37 @@ class RouterMachine(RuleBasedStateMachine):
     def refuse(self, name: str, reason: RefusalReason | None) -> None:
         self.replicas[name].refuse_with = reason
 
+    @rule(name=st.sampled_from(NAMES), state=st.sampled_from(ReplicaState))
+    def drain(self, name: str, state: ReplicaState) -> None:
+        """Its work is to leave it, or it takes work again."""
+        self.replicas[name].state = state
+
+    @precondition(lambda self: self.linked == set(NAMES))
+    @rule(source=st.sampled_from(NAMES), tokens=st.integers(4, 12), tenant=st.sampled_from(TENANTS))
+    def move(self, source: str, tokens: int, tenant: str) -> None:
+        """What runs on one is to go to the other."""
+        self.submit("standard", tokens, 8, None, False, tenant, Terms())
+        for name in NAMES:
+            self.replicas[name].turn()
+            self.replicas[name].state = ReplicaState.DRAINING if name == source else ReplicaState.READY
+            self.replicas[name].beat()
+        self.bench.core.tick()
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        moving=st.sampled_from([Manner.OBEY, Manner.OBEY, Manner.OBEY, *Manner]),
+        taking=st.sampled_from([Manner.OBEY, *Manner]),
+        room=st.sampled_from([True, True, True, False]),
+    )
+    def take_part_in_moves(self, name: str, moving: Manner, taking: Manner, room: bool) -> None:
+        replica = self.replicas[name]
+        replica.moving, replica.taking, replica.room = moving, taking, room
+
+    @rule(name=st.sampled_from(NAMES))
+    def expire(self, name: str) -> None:
+        """No word has come of what is frozen there, nor of what has moved there."""
+        self.replicas[name].expire()
+
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def forget(self, name: str, data: st.DataObject) -> None:
         """The engine ends an attempt that a broken link hid from it."""
@@ -229,6 +275,24 @@ class RouterMachine(RuleBasedStateMachine):
         assert core._deadlines._start_by._at_s.keys() <= lives.keys()
 
     @invariant()
+    def a_move_is_of_one_open_attempt_and_counted_where_it_goes(self) -> None:
+        core: Any = self.bench.core
+        lives, moves = self.lives(), list(core._moves)
+        for move in moves:
+            live = lives[move.live.request.request_id]
+            assert live is move.live
+            granted = move.stage in (Stage.GRANTED, Stage.TAKEN)
+            place, attempt = (move.target, move.number) if granted else (move.source, move.attempt)
+            assert core._fleet[live.replica_id] is place
+            assert live.journal.attempt == attempt
+            assert move.stage is Stage.OFF or live.suspicion is None
+        for replica in core._fleet:
+            asked = {m.live.request.request_id for m in moves if m.target is replica and m.stage is Stage.ASKED}
+            assert replica.expected.keys() == asked
+            assert core._moves.leaving(replica) <= CONFIG.moves_at_once
+        assert max(core._moves.arriving().values(), default=0) <= CONFIG.moves_at_once
+
+    @invariant()
     def charges_are_exact(self) -> None:
         core: Any = self.bench.core
         for name in CLASSES:
@@ -284,21 +348,36 @@ class RouterMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name, replica in self.replicas.items():
             replica.refuse_with = None
+            replica.state, replica.moving, replica.taking, replica.room = (
+                ReplicaState.READY,
+                Manner.OBEY,
+                Manner.OBEY,
+                True,
+            )
             self.mend_link(name)
-        for _ in range(60 + 20 * len(self.requests)):
+        for turns in range(60 + 20 * len(self.requests)):
             if not self.lives():
                 break
             self.bench.clock.advance(0.3)
             for replica in self.replicas.values():
+                if turns % 20 == 10:
+                    replica.expire()
                 replica.turn()
             self.bench.core.tick()
             self.a_live_request_is_queued_or_open_on_one_replica_with_its_reservation()
         assert not self.lives(), "once faults stop, all finish"
+        assert not len(self.bench.core._moves)
+        for replica in self.replicas.values():
+            replica.expire()
+            for _ in range(2):
+                replica.turn()
+            assert not replica.held, "what nobody waits for is ended"
+            assert not replica.coming
         self.every_client_has_a_prefix_of_its_text_and_all_of_it_once_finished()
         allowed = {
             Outcome.FINISHED, Outcome.CANCELLED, Outcome.REPLICA_LOST, Outcome.REJECTED_TOO_LARGE,
             Outcome.EXPIRED_IN_QUEUE, Outcome.TIMED_OUT, Outcome.REJECTED_DEADLINE, Outcome.REJECTED_WAIT,
-            Outcome.QUARANTINED,
+            Outcome.QUARANTINED, Outcome.REJECTED_NO_REPLICA,
         }  # fmt: skip
         assert {self.bench.outcome(r) for r in self.requests} <= allowed
         total = sum(
