@@ -20,6 +20,7 @@ from ops.errors import CommandError
 from ops.explain_cli import explain
 from ops.keys_cli import app as keys_app
 from ops.serve_cli import serve, status
+from ops.simulate_cli import simulate
 
 _INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -36,6 +37,7 @@ app.command()(serve)
 app.command()(status)
 app.command()(explain)
 app.command()(drain)
+app.command()(simulate)
 app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
 

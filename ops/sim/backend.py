@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from cluster.engine.text import TextCodec
 from cluster.ports import Row, RowOutput
-from ops.sim.step_time import Prefill, StepTimes, device_ms, host_ms
+from ops.sim.step_time import Prefill, StepTimes, decode_ms, device_ms, host_ms
 
 END_TOKEN = 0
 FILLER_TOKEN = 1
@@ -47,15 +47,27 @@ class ModelledBackend:
     def __init__(self, times: StepTimes, longest_output: int, *, padded: bool) -> None:
         self.vocab_size = 1 + max(longest_output, FILLER_TOKEN)
         self.now_ms = 0.0
+        self._untold_ms = 0.0
         self._times = times
         self._padded = padded
 
     def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> list[RowOutput]:
-        self.now_ms += self.step_ms(rows, padding_tokens)
+        took_ms = self.step_ms(rows, padding_tokens)
+        self.now_ms += took_ms
+        self._untold_ms += took_ms
         return [
             RowOutput() if row.sample is None else RowOutput(token_id=max(row.token_ids[-1] - 1, END_TOKEN))
             for row in rows
         ]
+
+    def take_ms(self) -> float:
+        """What has been run since this was asked last; of one step exactly its time, whatever the clock says."""
+        took_ms, self._untold_ms = self._untold_ms, 0.0
+        return took_ms
+
+    def decode_ms(self, sequences: int, context_tokens: int) -> float:
+        """How long a step takes in which so many sequences decode, without padding, behind so many tokens in all."""
+        return decode_ms(self._times, sequences, context_tokens) + host_ms(sequences)
 
     def step_ms(self, rows: Sequence[Row], padding_tokens: int) -> float:
         """How long a step of these rows takes."""

@@ -77,6 +77,8 @@ def device_ms(times: StepTimes, prefills: Sequence[Prefill], decode_contexts: Se
     tokens = sum(p.tokens for p in prefills) + len(decode_contexts)
     if not tokens:
         return 0.0
+    if not prefills:
+        return decode_ms(times, tokens, sum(decode_contexts))
     contexts = sum(decode_contexts) + sum(p.context_tokens for p in prefills)
     pairs = sum(p.tokens * (p.tokens / 2 + p.context_tokens) for p in prefills)
     return (
@@ -85,6 +87,11 @@ def device_ms(times: StepTimes, prefills: Sequence[Prefill], decode_contexts: Se
         + times.ms_per_prefill_pair * pairs
         + times.ms_per_decode * len(decode_contexts)
     )
+
+
+def decode_ms(times: StepTimes, sequences: int, context_tokens: int) -> float:
+    """The same of a step in which sequences decode, with `context_tokens` before their new ones in all."""
+    return _base_ms(times, sequences) + times.ms_per_context_token * context_tokens + times.ms_per_decode * sequences
 
 
 def host_ms(requests: int) -> float:

@@ -1,0 +1,287 @@
+"""An engine that runs by itself in virtual time.
+
+Owns: when each step begins and ends, and when its result is told. Imports cluster.engine; the engine, its scheduler, its
+KV memory and its inbox are production's. Invariants: what is asked while a step runs is done between it and the next, as
+in cluster/engine/runner.py; whether steps are taken one by one or several at once shows in nothing that is told.
+
+What says nothing but that one more token of a stream has come is held, and told with the end of that stream, or with the
+first report `held_max_s` after the last of it: so a router hears of the middle of a stream later than in production, and of
+all else at once: first tokens, ends, preemptions, refusals, and the load after each step that is not steady
+(ops/sim/steady.py). With 0 everything is told as production does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import assert_never
+
+import msgspec
+
+from cluster.engine.inbox import Abort, Add, Call, Inbox
+from cluster.engine.runner import MovesCall
+from cluster.engine.runner_moves import RunnerMoves
+from cluster.engine.scheduling.sequence import Identity
+from cluster.ports import EngineProgress, StepResult
+from cluster.types import PrefixChange, Refusal, Request, RequestId, TokenDelta
+from ops.sim.backend import ModelledBackend
+from ops.sim.events import VirtualLoop
+from ops.sim.steady import SteadyEngine
+
+STEADY_MOST = 64
+"""Steps that are taken at once; after them it is asked anew."""
+
+
+class SimEngine:
+    """Implements `ports.EnginePort`."""
+
+    def __init__(
+        self,
+        engine: SteadyEngine,
+        backend: ModelledBackend,
+        loop: VirtualLoop,
+        place: int,
+        watch: Callable[[StepResult], None],
+        *,
+        fast_forward: bool,
+        held_max_s: float,
+    ) -> None:
+        """`place`: among the engines whose steps end at one moment. `watch` is shown the result of each step in which
+        something was decided."""
+        self.engine = engine
+        self._backend = backend
+        self._loop = loop
+        self._place = place
+        self._watch = watch
+        self._at_once = STEADY_MOST if fast_forward else 1
+        self._held_max_s = held_max_s
+        self._held_since_s = 0.0
+        """When all that was held has been told last."""
+        self._inbox: Inbox[MovesCall] = Inbox(engine.config.max_held, self._asked)
+        self._moves = RunnerMoves(self._inbox.ask, engine.moves.kv_format)
+        self._on_result: Callable[[StepResult], None] = _nobody
+        self._load = self._held_load = engine.load()
+        """As it has been told last, and as it is to be told with what is held."""
+        self._alive = False
+        self._began_s: float | None = None
+        """Of the step that runs."""
+        self._ends_s: list[float] = []
+        """Of the steady steps that have begun or are to follow, and have not been taken."""
+        self._turn = 0
+        """The number of the event that is awaited; others have been overtaken."""
+        self._waking = False
+        self._unbegun: set[Identity] = set()
+        """Attempts whose first token is still to come."""
+        self._held: dict[Identity, list[TokenDelta]] = {}
+        self._held_prefixes: list[PrefixChange] = []
+
+    # --- ports.EnginePort ---
+
+    @property
+    def moves(self) -> RunnerMoves:
+        return self._moves
+
+    def start(self, on_result: Callable[[StepResult], None], on_death: Callable[[str], None]) -> None:
+        del on_death  # an engine dies here with its replica
+        self._on_result = on_result
+        self._alive = True
+
+    def add(self, request: Request, attempt: int) -> None:
+        self._inbox.add(request, attempt)
+
+    def abort(self, request_id: RequestId, attempt: int) -> None:
+        self._inbox.abort(request_id, attempt)
+
+    def progress(self) -> EngineProgress:
+        age_s = None
+        if self._began_s is not None:
+            begun = bisect_right(self._ends_s, self._loop.now_s)
+            age_s = self._loop.now_s - (self._ends_s[begun - 1] if begun else self._began_s)
+        return EngineProgress(load=self._load, alive=self._alive, step_age_s=age_s, failure="")
+
+    def stop(self) -> None:
+        self._catch_up()
+        self._ends_s.clear()
+        self._alive = False
+        self._turn += 1
+        self._inbox.close("its replica is gone")
+
+    # --- what the world asks ---
+
+    @property
+    def idles(self) -> bool:
+        """Whether it lies still though there is something to do, which must never be."""
+        return self._alive and self._began_s is None and not self._waking and self.engine.has_work
+
+    def tell(self) -> None:
+        """With each report: what is held of the steps that have ended by now, if it has been held for long."""
+        if self._loop.now_s - self._held_since_s < self._held_max_s:
+            return
+        self._catch_up()
+        self._held_since_s = self._loop.now_s
+        if self._held or self._held_prefixes:
+            held, self._held, self._load = self._held, {}, self._held_load
+            self._on_result(
+                StepResult(load=self._load, deltas=tuple(map(_joined, held.values())), prefixes=self._take_prefixes())
+            )
+
+    # --- turns ---
+
+    def _asked(self) -> None:
+        """Something has come: it is done between two steps."""
+        if not self._alive or self._waking:
+            return
+        if self._began_s is None:
+            self._waking = True
+            self._loop.at(self._loop.now_s, self._begin)
+        elif (begun := bisect_right(self._ends_s, self._loop.now_s) + 1) < len(self._ends_s):
+            del self._ends_s[begun:]
+            self._await_steady()
+
+    def _begin(self) -> None:
+        """Between two steps, or awake: do what has been asked, and begin the next step."""
+        self._waking = False
+        if not self._alive:
+            return
+        anything_asked = self._carry_out()
+        engine, now_s = self.engine, self._loop.now_s
+        if not engine.has_work:
+            self._began_s = None
+            if anything_asked is not None:
+                self._tell(msgspec.structs.replace(engine.result(), refusals=anything_asked))
+            return
+        self._began_s = now_s
+        steady = 0
+        if anything_asked is None and self._held_max_s > 0:
+            steady = engine.steady_steps(self._at_once)
+        if steady > 1:
+            sequences, contexts = engine.steady_contexts()
+            end_s = now_s
+            for k in range(steady):
+                end_s += self._backend.decode_ms(sequences, contexts + k * sequences) / 1000
+                self._ends_s.append(end_s)
+            self._await_steady()
+            return
+        result = engine.step()
+        if anything_asked:
+            result = msgspec.structs.replace(result, refusals=anything_asked)
+        self._turn += 1
+        end_s = now_s + self._backend.take_ms() / 1000
+        self._loop.at(end_s, self._end_step, self._turn, result, steady > 0, place=self._place)
+
+    def _carry_out(self) -> tuple[Refusal, ...] | None:
+        """Do what has been asked; returns the refusals, or None where nothing was asked."""
+        if not self._inbox.pending:
+            return None
+        taken, engine = self._inbox.take(), self.engine
+        engine.adds_total += taken.answered_adds
+        refused, gone = taken.refused, []
+        while taken.commands:
+            command = taken.commands.popleft()
+            match command:
+                case Add(request, attempt):
+                    if refusal := engine.add(request, attempt):
+                        refused.append(refusal)
+                        gone.append((request.request_id, attempt))
+                    else:
+                        self._unbegun.add((request.request_id, attempt))
+                case Abort(identity):
+                    engine.abort(*identity)
+                    if not engine.holds(identity):
+                        gone.append(identity)
+                case Call():
+                    raise NotImplementedError("moves are not simulated yet")
+                case _:
+                    assert_never(command)
+        self._inbox.forget(gone)
+        return tuple(refused)
+
+    def _end_step(self, turn: int, result: StepResult, steady: bool) -> None:
+        if turn != self._turn:
+            return
+        if steady:
+            self._hold(result)
+        else:
+            self._load = self._held_load = result.load
+            ended: list[Identity] = [(d.request_id, d.attempt) for d in result.deltas if d.finish is not None]
+            self._inbox.forget(ended)
+            self._watch(result)
+            self._tell(result)
+        self._begin()
+
+    # --- steady steps ---
+
+    def _await_steady(self) -> None:
+        self._turn += 1
+        self._loop.at(self._ends_s[-1], self._end_steady, self._turn, place=self._place)
+
+    def _end_steady(self, turn: int) -> None:
+        if turn == self._turn:
+            self._catch_up()
+            self._begin()
+
+    def _catch_up(self) -> None:
+        """Take the steady steps that have ended by now."""
+        if not self._ends_s or self._ends_s[0] > self._loop.now_s:
+            return
+        now_s, ends_s = self._loop.now_s, self._ends_s
+        ended = bisect_right(ends_s, now_s)
+        deltas = self.engine.run_steady(ended)
+        self._began_s = ends_s[ended - 1]
+        del ends_s[:ended]
+        self._hold(self.engine.result(tuple(deltas)))
+
+    # --- telling ---
+
+    def _hold(self, result: StepResult) -> None:
+        held, self._held_load = self._held, result.load
+        for delta in result.deltas:
+            held.setdefault((delta.request_id, delta.attempt), []).append(delta)
+        if result.prefixes is not None:
+            self._held_prefixes.append(result.prefixes)
+
+    def _tell(self, result: StepResult) -> None:
+        """Tell it but for what is held; of a stream that ends, all."""
+        if not self._held_max_s:
+            self._on_result(result)
+            return
+        held, unbegun, told = self._held, self._unbegun, []
+        for delta in result.deltas:
+            identity = (delta.request_id, delta.attempt)
+            if delta.finish is not None:
+                unbegun.discard(identity)
+                told.append(_joined([*held.pop(identity, ()), delta]))
+            elif identity in unbegun:
+                unbegun.remove(identity)
+                told.append(delta)
+            else:
+                held.setdefault(identity, []).append(delta)
+        if result.prefixes is not None:
+            self._held_prefixes.append(result.prefixes)
+        self._on_result(msgspec.structs.replace(result, deltas=tuple(told), prefixes=self._take_prefixes()))
+
+    def _take_prefixes(self) -> PrefixChange | None:
+        changes = self._held_prefixes
+        if not changes:
+            return None
+        self._held_prefixes = []
+        return PrefixChange(b"".join(c.held for c in changes), b"".join(c.gone for c in changes))
+
+
+def _joined(deltas: list[TokenDelta]) -> TokenDelta:
+    """One delta of those that follow one another."""
+    if len(deltas) == 1:
+        return deltas[0]
+    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    pieces = tuple(piece for delta in deltas for piece in delta.pieces)
+    return msgspec.structs.replace(
+        deltas[-1],
+        index=deltas[0].index,
+        token_ids=token_ids,
+        pieces=pieces,
+        cached_tokens=deltas[0].cached_tokens,
+    )
+
+
+def _nobody(result: StepResult) -> None:
+    del result

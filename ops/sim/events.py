@@ -1,0 +1,112 @@
+"""Virtual time: what happens next, and when.
+
+Owns: the heap of events and the clock that they move. Imports nothing of ours. Invariants: time never goes back; of events
+at one moment the ends of steps come first, by replica, and the others in the order in which they were asked for; so that
+the order of everything is a function of what was asked, and not of when it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context
+from typing import Any, TypeVarTuple, cast
+
+Ts = TypeVarTuple("Ts")
+
+_LAST = 1 << 60
+"""The place of what is no step's end among events of one moment."""
+
+
+class VirtualLoop:
+    """Implements `ports.Clock`, and as much of an event loop as production's servers ask for: callbacks and timers."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.events = 0
+        """That have happened."""
+        self._heap: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._sequence = 0
+
+    # --- ports.Clock ---
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def unix(self) -> float:
+        return self.now_s
+
+    # --- events ---
+
+    def at(self, when_s: float, happens: Callable[[*Ts], object], *args: *Ts, place: int = _LAST) -> None:
+        """Have something happen then. `place`: among the events of that moment, the lowest first."""
+        self._sequence += 1
+        heapq.heappush(self._heap, (when_s, place, self._sequence, happens, args))
+
+    def next(self) -> None:
+        """Let the next thing happen.
+
+        Raises:
+            IndexError: there is nothing.
+        """
+        self.now_s, _, _, happens, args = heapq.heappop(self._heap)
+        self.events += 1
+        happens(*args)
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next thing happens."""
+        return self._heap[0][0] if self._heap else None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What asks asyncio for the running loop gets this one."""
+        asyncio._set_running_loop(cast(asyncio.AbstractEventLoop, self))
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
+
+    # --- asyncio.AbstractEventLoop, as much of it as is asked for ---
+
+    def time(self) -> float:
+        return self.now_s
+
+    def is_closed(self) -> bool:
+        return False
+
+    def get_debug(self) -> bool:
+        return False
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_at(self.now_s, callback, *args, context=context)
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_at(self.now_s, callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        del context
+        handle = asyncio.TimerHandle(when, callback, args, cast(asyncio.AbstractEventLoop, self))
+        self.at(when, _run, handle, callback, args)
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is passed over when its time comes."""
+
+
+def _run(handle: asyncio.Handle, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+    if not handle.cancelled():
+        callback(*args)

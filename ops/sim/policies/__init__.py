@@ -1,0 +1,23 @@
+"""What is compared with production's placement: one file for each baseline, with its source.
+
+Each takes the place of `router.fleet.Fleet.place` alone: admission, the router's queue, the replica's scheduler and its
+preemption are the same for all. None of them moves a request that has been placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ops.sim.policies.least_load import LeastLoad
+from ops.sim.policies.llumnix import Llumnix
+from ops.sim.policies.round_robin import RoundRobin
+from ops.sim.values import Policy
+
+FOREBAY = "forebay"
+POLICIES: Mapping[str, Callable[[], Policy] | None] = {
+    FOREBAY: None,
+    "round-robin": RoundRobin,
+    "least-load": LeastLoad,
+    "llumnix": Llumnix,
+}
+"""By name; None is production's own."""

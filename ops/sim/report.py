@@ -1,0 +1,129 @@
+"""The figures of simulations: of one, of several seeds together, and of several side by side.
+
+Owns: the names of the rows, and the mean and interval over seeds. Imports the report, the objectives and the bound. Pure.
+Invariants: a figure that some seed has not is not told of the others; percentiles are of the requests that had a token,
+and those that had none, or were cut short, are told beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+
+from cluster.types import Outcome
+from ops.bench.stats import percentile
+from ops.report import ReportRow
+from ops.sim.bound import Job, most_good
+from ops.sim.objectives import OBJECTIVES, PREFILLS, OwnPrefill, is_good, tpot_s, ttft_s
+from ops.sim.step_time import a100
+from ops.sim.study import Study
+from ops.sim.values import RequestRecord, SimResult
+from ops.sim.workload import BATCH
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
+MAX_SEEDS = len(T_975) + 1
+
+
+def figures(study: Study, replicas: int, result: SimResult) -> list[ReportRow]:
+    """Of one simulation."""
+    own = OwnPrefill(a100().models[study.model], study.engine.step_token_budget)
+    by_class = {name: [r for r in result.requests if r.priority_class == name] for name in (*OBJECTIVES, BATCH)}
+    rows: list[ReportRow] = []
+    for name, records in by_class.items():
+        if records:
+            rows += _of_class(name, records, study, own)
+    judged = [r for name in OBJECTIVES for r in by_class[name]]
+    good = sum(_is_good(r, own) for r in judged)
+    knows_bound = not any(one.block_ids for one in study.requests)  # the bound takes every prompt as computed
+    if knows_bound and (bound := most_good([_job(r, study, own) for r in judged], replicas)):
+        rows.append(ReportRow("goodput_over_bound", good / bound, "ratio"))
+    prompt_tokens = sum(r.prompt_tokens for r in result.requests)
+    tokens = sum(r.tokens for r in result.requests)
+    rows += [
+        ReportRow("tokens_per_s", tokens / result.virtual_s, "tokens/s"),
+        ReportRow("recomputed_token_pct", 100 * result.recomputed_tokens / (prompt_tokens + tokens), "%"),
+        ReportRow("preemptions_per_request_max", max(r.preemptions for r in result.requests), "preemptions"),
+        ReportRow("cached_token_pct", 100 * sum(r.cached_tokens for r in result.requests) / prompt_tokens, "%"),
+        ReportRow("urgent_blocked", result.urgent_blocked, "requests"),
+        ReportRow("sim_over_real_time", result.sim_over_real, "ratio"),
+        ReportRow("invariant_violations", len(result.invariant_violations), "violations"),
+    ]
+    return rows
+
+
+def _of_class(name: str, records: Sequence[RequestRecord], study: Study, own: OwnPrefill) -> list[ReportRow]:
+    unfinished = sum(r.outcome is not Outcome.FINISHED for r in records)
+    rows = [
+        ReportRow(f"{name}.requests", len(records), "requests"),
+        ReportRow(f"{name}.unfinished", unfinished, "requests"),
+    ]
+    quantities = {
+        "ttft": [1000 * s for r in records if (s := ttft_s(r)) is not None],
+        "tpot": [1000 * s for r in records if (s := tpot_s(r)) is not None],
+    }
+    rows += [
+        ReportRow(f"{name}.{quantity}_p{p}_ms", value, "ms")
+        for quantity, values in quantities.items()
+        for p in (50, 99)
+        if (value := percentile(values, p)) is not None
+    ]
+    if name in OBJECTIVES:
+        alone_ms = percentile([1000 * own.seconds(r.prompt_tokens) for r in records], 99)
+        good = sum(_is_good(r, own) for r in records)
+        rows += [
+            ReportRow(f"{name}.own_prefill_p99_ms", alone_ms or 0.0, "ms"),
+            ReportRow(f"{name}.goodput_rps", good / study.duration_s, "requests/s"),
+            ReportRow(f"{name}.attainment_pct", 100 * good / len(records), "%"),
+        ]
+    else:
+        # What ended later was not beside the work that arrives.
+        ended = [r for r in records if r.end_s is not None and r.end_s <= study.duration_s]
+        work_s = sum(study.work_s(r.prompt_tokens, r.tokens) for r in ended if r.tokens)
+        rows += [
+            ReportRow(f"{name}.tokens_per_s", sum(r.tokens for r in ended) / study.duration_s, "tokens/s"),
+            ReportRow(f"{name}.gpus_of_work", work_s / study.duration_s, "GPUs"),
+        ]
+    return rows
+
+
+def _is_good(record: RequestRecord, own: OwnPrefill) -> bool:
+    return is_good(record, OBJECTIVES[record.priority_class], own.seconds(record.prompt_tokens))
+
+
+def _job(record: RequestRecord, study: Study, own: OwnPrefill) -> Job:
+    objective = OBJECTIVES[record.priority_class]
+    first_due_s = record.arrived_s + objective.ttft_s + PREFILLS * own.seconds(record.prompt_tokens)
+    return Job(
+        arrived_s=record.arrived_s,
+        prompt_s=study.least.prompt_s(record.prompt_tokens),
+        decode_s=study.least.decode_s(record.prompt_tokens, record.output_tokens),
+        prompt_due_s=first_due_s,
+        due_s=first_due_s + objective.tpot_s * (record.output_tokens - 1),
+    )
+
+
+def over_seeds(runs: Sequence[Sequence[ReportRow]]) -> list[ReportRow]:
+    """The mean of each figure over the seeds and, of several, half the width of its 95 % interval (Student's)."""
+    values: dict[str, list[float]] = {}
+    for rows in runs:
+        for row in rows:
+            values.setdefault(row.name, []).append(row.value)
+    together: list[ReportRow] = []
+    for row in runs[0]:
+        seen = values[row.name]
+        if len(seen) != len(runs):
+            continue
+        together.append(ReportRow(row.name, mean(seen), row.unit))
+        if len(seen) > 1:
+            half = T_975[len(seen) - 2] * stdev(seen) / math.sqrt(len(seen))
+            together.append(ReportRow(f"{row.name}_ci95", half, row.unit))
+    return together
+
+
+def prefixed(parts: Mapping[str, Sequence[ReportRow]]) -> tuple[ReportRow, ...]:
+    """Of one part its rows as they are; of several each part's name before them."""
+    if len(parts) == 1:
+        return tuple(next(iter(parts.values())))
+    return tuple(ReportRow(f"{name}.{row.name}", row.value, row.unit) for name, rows in parts.items() for row in rows)

@@ -1,0 +1,174 @@
+"""Simulations side by side: what is asked, what a GPU does at most, and the runs.
+
+Owns: the settings of a study, the saturated throughput that a load is a part of, and each run's workload. Imports the
+simulator. Invariant: what is compared gets equal arrivals; a run is a function of the settings, the policy and the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from cluster.config import EngineConfig, Order
+from ops.bench.lengths import Lengths
+from ops.bench.trace import TraceRequest
+from ops.errors import CommandError
+from ops.sim.bound import LeastTimes
+from ops.sim.faults import Fault, FaultKind
+from ops.sim.policies import POLICIES
+from ops.sim.policies.round_robin import RoundRobin
+from ops.sim.step_time import a100
+from ops.sim.values import SimConfig, SimResult
+from ops.sim.workload import Backlog, Mix, Span, arrivals, held_to_fill, recorded_rate_rps, weights
+from ops.sim.world import simulate
+
+GPUS = {"a100-llama3-8b": "llama-3-8b", "a100-llama2-7b": "llama-2-7b"}
+"""The models of ops/sim/a100 by the name that a user gives."""
+SATURATION_WARM_UP_S = 20.0
+SATURATION_MEASURED_S = 100.0
+SATURATION_LENGTHS = 5000
+SATURATION_WAITING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Work that is always there."""
+
+    lengths: tuple[Lengths, ...]
+    waiting: int
+    """Beside as much as would fill the empty cluster."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all runs have in common."""
+
+    model: str
+    requests: tuple[TraceRequest, ...]
+    mix: Mix
+    duration_s: float
+    engine: EngineConfig
+    load: float | None = None
+    """Of what the replicas do at most; None: `times` what was recorded, whatever the replicas."""
+    times: float = 1.0
+    synchronised: bool = False
+    batch: Batch | None = None
+    routers: int = 1
+    faults: tuple[Fault, ...] = field(default=())
+
+    @cached_property
+    def least(self) -> LeastTimes:
+        """The least GPU times of its requests."""
+        return LeastTimes(a100().models[self.model], self.engine.step_token_budget, self.engine.max_model_len)
+
+    def work_s(self, prompt_tokens: int, output_tokens: int) -> float:
+        """The least GPU time of a request."""
+        return self.least.prompt_s(prompt_tokens) + self.least.decode_s(prompt_tokens, output_tokens)
+
+    @cached_property
+    def saturated_rps(self) -> float:
+        """Requests of this mix that one replica ends in a second under FCFS with more waiting than it can take.
+
+        Counted is work, the least GPU time of what ended, by the mean of the mix: long and short requests that happen
+        to end within the time would make a difference else.
+        """
+        rng = random.Random(0)
+        drawn = rng.choices(self.requests, weights(self.requests, self.mix), k=SATURATION_LENGTHS)
+        lengths = [Lengths(one.prompt_tokens, one.output_tokens) for one in drawn]
+        engine = self.engine.model_copy(update={"order": Order.FCFS})
+        held = held_to_fill(lengths, engine.slots, engine.blocks * engine.block_size_tokens, 1, SATURATION_WAITING)
+        over_s = SATURATION_WARM_UP_S + SATURATION_MEASURED_S
+        backlog = Backlog(lengths, held, 0, "standard")
+        result = simulate(
+            backlog.first(),
+            SimConfig(model=self.model, engine=engine),
+            RoundRobin,
+            until_s=over_s,
+            on_end=backlog.follow,
+        )
+        done_s = sum(
+            self.work_s(one.prompt_tokens, one.tokens)
+            for one in result.requests
+            if one.end_s is not None and SATURATION_WARM_UP_S < one.end_s <= over_s
+        )
+        mean_s = sum(self.work_s(*one) for one in lengths) / len(lengths)
+        return done_s / mean_s / SATURATION_MEASURED_S
+
+    def rate_rps(self, replicas: int) -> float:
+        if self.load is None:
+            return self.times * recorded_rate_rps(self.requests)
+        return self.load * self.saturated_rps * replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation of a study."""
+
+    replicas: int
+    policy: str
+    seed: int
+
+
+def run(study: Study, one: Run, progress: Callable[[float], None] | None = None) -> SimResult:
+    """Simulate until all that arrived has ended.
+
+    Raises:
+        CommandError: the trace or the faults do not allow it.
+    """
+    config = sim_config(study, one.replicas)
+    span = Span(study.duration_s, study.rate_rps(one.replicas), study.synchronised)
+    coming = arrivals(study.requests, study.mix, span, one.seed)
+    backlog = None
+    if study.batch is not None:
+        pool_tokens = study.engine.blocks * study.engine.block_size_tokens
+        lengths = study.batch.lengths
+        held = held_to_fill(lengths, study.engine.slots, pool_tokens, one.replicas, study.batch.waiting)
+        backlog = Backlog(lengths, held, one.seed, until_s=study.duration_s)
+        coming = [*backlog.first(), *coming]
+    return simulate(
+        coming,
+        config,
+        POLICIES[one.policy],
+        one.seed,
+        progress=progress,
+        on_end=None if backlog is None else backlog.follow,
+    )
+
+
+def sim_config(study: Study, replicas: int) -> SimConfig:
+    """
+    Raises:
+        CommandError: a fault names what is not there.
+    """
+    try:
+        return SimConfig(
+            model=study.model, replicas=replicas, routers=study.routers, engine=study.engine, faults=study.faults
+        )
+    except ValueError as error:
+        raise CommandError(f"--faults: {error}") from error
+
+
+def parse_faults(texts: Sequence[str]) -> tuple[Fault, ...]:
+    """From `kind@at+for` or `kind@at+for:number`, several with commas between; seconds.
+
+    Raises:
+        CommandError: an entry has another form, or there is no such kind.
+    """
+    return tuple(_fault(entry.strip()) for text in texts for entry in text.split(","))
+
+
+def _fault(entry: str) -> Fault:
+    kind, _, when = entry.partition("@")
+    times, _, number = when.partition(":")
+    at_s, _, for_s = times.partition("+")
+    if kind not in list(FaultKind):
+        raise CommandError(f"--faults: unknown kind {kind!r} in {entry!r}; one of {', '.join(FaultKind)}")
+    try:
+        delay_s = 0.5 if kind == FaultKind.REPORTS_LATE else 0.0
+        return Fault(float(at_s), FaultKind(kind), float(for_s), int(number or 0), delay_s=delay_s)
+    except ValueError as error:
+        raise CommandError(
+            f"--faults: {entry!r}: {error}; write kind@at+for:number, as replica_death@30+5:0"
+        ) from error

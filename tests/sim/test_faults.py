@@ -1,0 +1,145 @@
+"""Nothing is lost, and the books agree, whatever goes wrong; and the checks see it when they do not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.engine.engine import Engine
+from cluster.engine.scheduling import admission
+from cluster.engine.scheduling.victims import NoRoom
+from cluster.types import Outcome, RequestId
+from ops.sim.engine import SimEngine
+from ops.sim.faults import Fault, FaultKind
+from ops.sim.values import Arrival
+from ops.sim.world import simulate
+from router.view import Replica
+from tests.sim.kit import cluster, work
+
+ENDS = {Outcome.FINISHED, Outcome.SLOW_CLIENT, Outcome.REJECTED_NO_REPLICA}
+"""The last one only where all replicas are gone at once."""
+
+
+def _faults(replicas: int) -> st.SearchStrategy[Fault]:
+    def fault(kind: FaultKind, at_s: float, for_s: float, number: int, share: float) -> Fault:
+        bound = {FaultKind.NODE_LOSS: 2, FaultKind.CONTROLLER_RESTART: 1, FaultKind.SLOW_CLIENTS: 1}
+        return Fault(at_s, kind, for_s, number % bound.get(kind, replicas), share, delay_s=0.2)
+
+    return st.builds(
+        fault,
+        st.sampled_from(sorted(FaultKind)),
+        st.floats(0.0, 3.0),
+        st.floats(0.05, 4.0),
+        st.integers(0, 11),
+        st.floats(0.1, 1.0),
+    )
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.lists(_faults(4), max_size=5), st.integers(0, 1000), st.integers(1, 3))
+def test_after_faults_stop_all_requests_end_once_and_the_books_agree(
+    faults: list[Fault], seed: int, routers: int
+) -> None:
+    config = cluster(4, routers=routers, replicas_per_node=2, faults=tuple(faults), unended_max_s=600.0)
+    result = simulate(work(60, 30, seed, shared=True), config, seed=seed)
+    assert result.invariant_violations == []
+    assert {record.outcome for record in result.requests} <= ENDS
+    for record in result.requests:
+        if record.outcome is Outcome.FINISHED:
+            assert record.tokens == record.output_tokens
+
+
+def test_work_of_a_dead_replica_goes_on_elsewhere_and_no_token_is_lost() -> None:
+    arrivals = [Arrival(0.5 + k / 100, RequestId(f"r{k}"), 100, 300) for k in range(8)]
+    result = simulate(arrivals, cluster(2, faults=(Fault(1.5, FaultKind.REPLICA_DEATH, 60.0, number=0),)))
+    moved = [r for r in result.requests if len(r.replicas) > 1]
+    assert moved
+    assert all(r.outcome is Outcome.FINISHED and r.tokens == 300 for r in result.requests)
+    assert all(r.replicas[-1] == "replica-1" for r in result.requests)
+
+
+def test_work_of_a_silent_node_goes_on_after_the_router_has_fenced_it() -> None:
+    arrivals = [Arrival(0.5 + k / 100, RequestId(f"r{k}"), 100, 300) for k in range(8)]
+    config = cluster(2, replicas_per_node=1, faults=(Fault(1.5, FaultKind.NODE_LOSS, 60.0, number=0),))
+    result = simulate(arrivals, config)
+    moved = [r for r in result.requests if len(r.replicas) > 1]
+    assert moved
+    # Fenced 3 s after the last report, which was at most a period old, seen with the next tick.
+    assert all(r.end_s is not None and r.end_s > 1.5 - 0.1 + 3.0 for r in moved)
+    assert all(r.outcome is Outcome.FINISHED and r.tokens == 300 for r in result.requests)
+
+
+def test_a_replica_that_has_come_back_takes_work_again() -> None:
+    arrivals = [Arrival(0.5 + k / 10, RequestId(f"r{k}"), 100, 30) for k in range(60)]
+    result = simulate(arrivals, cluster(1, faults=(Fault(1.05, FaultKind.REPLICA_DEATH, 1.0),)))
+    between = [r for r in result.requests if 1.05 < r.arrived_s < 2.05]
+    assert len(between) == 10
+    assert {r.outcome for r in between} == {Outcome.REJECTED_NO_REPLICA}
+    assert {r.outcome for r in result.requests if r not in between} == {Outcome.FINISHED}
+    assert result.invariant_violations == []
+
+
+# --- the checks themselves ---
+
+
+def test_a_reservation_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, calls = Replica.release, iter(range(1_000_000))
+
+    def forgetful(replica: Replica, request_id: RequestId) -> None:
+        reservation = replica.reservations[request_id]
+        release(replica, request_id)
+        if next(calls) == 5:
+            replica.reservations[request_id] = reservation
+
+    monkeypatch.setattr(Replica, "release", forgetful)
+    result = simulate(work(40, 30), cluster(2))
+    assert any("reservations are not the work in flight" in what for what in result.invariant_violations)
+
+
+def test_blocks_that_are_not_given_back_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove, calls = Engine._remove, iter(range(1_000_000))
+
+    def leaking(one: Engine, live: object) -> None:
+        if next(calls) == 5:
+            one.pool.allocate((RequestId("nobody"), 1), 1)
+        remove(one, live)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "_remove", leaking)
+    result = simulate(work(40, 30), cluster(2))
+    assert any("tables belong to nobody" in what for what in result.invariant_violations)
+    assert any("it still holds some" in what for what in result.invariant_violations)
+
+
+def test_urgent_work_that_waits_behind_lesser_for_longer_than_the_bound_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrivals = [
+        *(Arrival(0.1, RequestId(f"batch{k}"), 50, 400, "batch") for k in range(8)),
+        Arrival(0.5, RequestId("urgent"), 50, 5, "interactive"),
+    ]
+    config = cluster(1, overtaken_max_s=1.0)
+    assert simulate(arrivals, config).invariant_violations == []
+
+    def nobody(draft: object, urgent: object, source: object, *, blocks_short: int, slots_short: int) -> object:
+        del draft, urgent, source, blocks_short, slots_short
+        return NoRoom.SLOTS
+
+    monkeypatch.setattr(admission, "make_room", nobody)
+    violations = simulate(arrivals, config).invariant_violations
+    assert any("urgent waits on replica-0 behind less urgent work" in what for what in violations)
+
+
+def test_an_engine_that_lies_still_and_requests_that_never_end_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = SimEngine._begin
+
+    def lazy(one: SimEngine) -> None:
+        begin(one)
+        if one._loop.now_s > 0.5:
+            one._turn += 1  # what is awaited is not heard
+            one._began_s = None
+
+    monkeypatch.setattr(SimEngine, "_begin", lazy)
+    violations = simulate(work(20, 30), cluster(1, unended_max_s=5.0, check_every=20)).invariant_violations
+    assert any("there is work, and no step runs" in what for what in violations)
+    assert any("requests do not end" in what for what in violations)
