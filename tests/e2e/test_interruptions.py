@@ -24,9 +24,10 @@ from tests.process_parts import POISON_ID
 from tests.processes import Cluster, ReplicaPart, running_cluster
 from tests.ray.streams import client_of
 
+SLOTS = 8
 PROFILE = Profile.model_validate(
     {
-        "engine": {"slots": 8, "step_token_budget": 256, "blocks": 1024, "max_model_len": 1024},
+        "engine": {"slots": SLOTS, "step_token_budget": 256, "blocks": 1024, "max_model_len": 1024},
         "router": {"step_age_limit_s": 600.0},  # steps are held here
         "health": {"hand_back_after_s": 0.5},
     }
@@ -128,7 +129,7 @@ async def test_a_replica_killed_on_its_way_out_costs_its_streams_nothing_and_mak
         leaving, staying = cluster.replicas
         for replica in cluster.replicas:
             await replica.hold(len(PROMPT) + 30)
-        streams = await begun(cluster.client, 8)
+        streams = await begun(cluster.client, 2 * SLOTS)  # no other has room for what leaves
         await leaving.drain()
         await cluster.until_ready(1)
         if moment == "while it hands back":
