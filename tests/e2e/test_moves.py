@@ -121,7 +121,7 @@ async def _fewest(streams: list[tuple[str, Heard]]) -> int:
 async def test_choices_of_one_request_move_each_for_itself_and_say_what_they_would_have_said(
     tiny_model: ModelFolder, tmp_path: Path
 ) -> None:
-    kind = KINDS["three choices"]
+    kind = KINDS["three choices"] | {"max_tokens": 400}
     async with running_cluster(tiny_model, PROFILE, tmp_path, step_s=STEP_S) as cluster:
         undisturbed = Heard(cluster.client, **kind)
         await undisturbed.task
