@@ -75,6 +75,8 @@ PROFILE = Profile.model_validate(
     {"engine": {"slots": 8, "step_token_budget": 256, "blocks": 256, "max_model_len": 1024, "max_held": 64}}
 )
 STEP_S = 0.01
+FEW_BLOCKS = 64
+"""They fit in a frame, and not in a pool that has so many left of which others hold some."""
 
 
 def request(name: str, tokens: int = 200, prompt_tokens: int = 200, **changes: Any) -> Request:
@@ -97,6 +99,7 @@ class Spoken:
     async def hear(self, holds: Callable[[], object]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not holds():
+                assert self.handler.reason is None, f"the link ended: {self.handler.reason}"
                 self.handler.changed.clear()
                 await self.handler.changed.wait()
 
@@ -615,8 +618,11 @@ async def test_messages_of_a_move_that_fit_nothing_are_refused_and_keep_nothing(
         for first, data in ((0, b""), (0, block[:-1]), (1, block), (-1, block), (2**62, block)):
             assert await answer(blocks(1, first, data)) == ImportRefusal.MISFIT
         assert await answer(blocks(1, 0, block)) == ""
-        assert await answer(blocks(1, 0, block * (total + 1))) == ImportRefusal.NO_ROOM
-        peer.send(MoveAbort(RequestId("x"), 1))
+        hog = RequestId("hog")
+        assert await answer(MoveBegin(hog, 1, router_id, taken.state.kv_format, total - FEW_BLOCKS)) == ""
+        assert await answer(blocks(1, 0, block * FEW_BLOCKS)) == ImportRefusal.NO_ROOM
+        for name in (RequestId("x"), hog):
+            peer.send(MoveAbort(name, 1))
         assert await answer(begin(2, NO_KV, 7)) == ""
         assert await answer(blocks(2, 0, block)) == ImportRefusal.MISFIT
         peer.send(MoveAbort(RequestId("never"), 7))
