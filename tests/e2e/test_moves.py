@@ -39,10 +39,10 @@ ALIKE = 4
 """Clients' requests of each kind."""
 
 
-async def held(cluster: Cluster, replica_id: str) -> dict[str, Any] | None:
-    """The load of a replica, as it has reported it to the controller."""
+async def reported(cluster: Cluster, replica_id: str) -> dict[str, Any] | None:
+    """What a replica has said last to the controller."""
     told = (await cluster.client.get("/status")).json()["cluster"]
-    return next((r["report"]["load"] for r in told["replicas"] if r["entry"]["replica_id"] == replica_id), None)
+    return next((r["report"] for r in told["replicas"] if r["entry"]["replica_id"] == replica_id), None)
 
 
 async def emptied(cluster: Cluster, replica_id: str) -> float:
@@ -50,10 +50,12 @@ async def emptied(cluster: Cluster, replica_id: str) -> float:
     began_s = time.monotonic()
     (await cluster.client.put(f"/drain/{replica_id}")).raise_for_status()
 
-    def is_empty(load: dict[str, Any] | None) -> bool:
-        return load is not None and not load["running"] and not load["waiting"]
+    def is_empty(report: dict[str, Any] | None) -> bool:
+        if report is None or report["state"] != "draining":
+            return False
+        return not report["load"]["running"] and not report["load"]["waiting"]
 
-    await until(lambda: held(cluster, replica_id), is_empty)
+    await until(lambda: reported(cluster, replica_id), is_empty)
     waited_s = time.monotonic() - began_s
     (await cluster.client.delete(f"/drain/{replica_id}")).raise_for_status()
     await cluster.until_ready(2)
@@ -98,9 +100,8 @@ async def test_100_moves_under_load_each_with_50_tokens_before_and_after_change_
         assert await cluster.metric(MOVES, outcome="moved") == len(moved)
         assert [await cluster.metric(metric) for metric in (CONTINUED, ENGINE_DEATHS)] == [0, 0], "none was begun anew"
         assert await cluster.metric(REQUESTS, outcome="finished") == len(streams) + len(expected)
-        computed = sum(
-            [load["prefill_tokens_total"] for r in cluster.replicas if (load := await held(cluster, r.replica_id))]
-        )
+        reports = [await reported(cluster, replica.replica_id) for replica in cluster.replicas]
+        computed = sum(report["load"]["prefill_tokens_total"] for report in reports if report is not None)
         whole = len(PROMPT) * (len(streams) + len(expected))
         assert computed <= whole + BLOCK_TOKENS * len(moved), "keys and values came with them, but for a block at most"
         pauses_ms = sorted(d["numbers"]["pause_ms"] for d in moved)
