@@ -18,16 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from cluster.clock import SystemClock
 from cluster.config import EngineConfig, TransportConfig
-from cluster.messages import RosterEntry, ToReplica
+from cluster.messages import RosterEntry
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort, EngineProgress, MovesPort, StepResult
 from cluster.types import Generation, ReplicaId, Request, RequestId, Sampling
-from deployments.replica_server import ReplicaServer
+from deployments.replica_server import ROLES, ReplicaServer, decode
 from deployments.transport import Acceptor, Identity
 from ops.errors import CommandError
 from ops.report import Report, ReportRow, machine_context
@@ -126,8 +125,8 @@ async def measure(engine: TimedEngine, settings: StepSettings, show: Callable[[]
         secret = secret_path.read_bytes()
         acceptor = Acceptor(
             lambda _: Identity("replica", REPLICA, secret, generation=GENERATION),
-            frozenset({"router"}),
-            msgspec.msgpack.Decoder(ToReplica).decode,
+            ROLES,
+            decode,
             server.accept,
             config,
         )
