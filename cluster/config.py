@@ -241,6 +241,11 @@ class RouterConfig(Config):
     step_age_limit_s: PositiveFloat = Field(
         10.0, description="A step older than this is stuck: nothing new is sent there."
     )
+    no_replica_grace_s: NonNegativeFloat = Field(
+        10.0,
+        description="Where no replica takes work any more, new requests wait for another to come; once none has for so "
+        "long they are refused.",
+    )
     max_attempts: PositiveInt = Field(
         32,
         description="Attempts that one request may lose with an engine, or by broken or missing tokens, before it is given "

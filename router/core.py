@@ -248,6 +248,7 @@ class RouterCore:
             self._losses.ask_again(self._live[request_id], now_s)
         self._expire(now_s)
         self._fleet.reopen(now_s)
+        self._fleet.look(now_s)
         self._mover.tick(now_s)
         self._pump(now_s)
         if gauges:

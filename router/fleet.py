@@ -13,6 +13,7 @@ anywhere is held against those replicas only that have changed since.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -118,6 +119,8 @@ class Fleet:
         self._pools: Counter[Pool] = Counter()
         """How many replicas have each size."""
         self._blocked: dict[tuple[int, Trial], _Blocked] = {}
+        self._took_work_s = -math.inf
+        """When any was last seen to take work."""
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -185,6 +188,11 @@ class Fleet:
         """Whether new work can be sent to any."""
         return any(r.condition(self._config, now_s) is Condition.ROUTABLE for r in self)
 
+    def look(self, now_s: float) -> None:
+        """Every 100 ms: take note of whether any takes work."""
+        if self.routable(now_s):
+            self._took_work_s = now_s
+
     def has_slot(self, now_s: float) -> bool:
         """Whether any that takes work has a slot that nothing runs in."""
         self._index()
@@ -192,8 +200,11 @@ class Fleet:
         return any(replicas[i].condition(self._config, now_s) is routable for i in self._open)
 
     def leaving(self, now_s: float) -> bool:
-        """Whether none takes work or may come back to taking it."""
-        return all(r.condition(self._config, now_s) is Condition.DRAINING for r in self)
+        """Whether none takes work or may come back to taking it, and none that may replace them has come for a while: in a
+        rollout the next may be known to others already."""
+        if not all(r.condition(self._config, now_s) is Condition.DRAINING for r in self):
+            return False
+        return now_s - self._took_work_s >= self._config.no_replica_grace_s
 
     # --- where work goes ---
 
@@ -218,6 +229,7 @@ class Fleet:
         else:
             placement = self._drawn(need, now_s, rng, favour)
         if placement is not None:
+            self._took_work_s = now_s
             self._blocked.pop(key, None)
         elif blocked is None or not blocked.need.implies(need):
             if len(self._blocked) >= BLOCKED_MAX:

@@ -515,6 +515,29 @@ def test_draining_replica_gets_nothing_new() -> None:
     assert bench.outcome(request) is Outcome.REJECTED_NO_REPLICA
 
 
+@pytest.mark.parametrize("end", ["drains", "dies"])
+def test_a_request_waits_for_the_next_replica_for_a_while_after_the_last(end: str) -> None:
+    """In a rollout the old replica ends once the new one is known, which every router hears in its own time."""
+    bench = Bench()
+    old = bench.replica("old")
+    bench.core.tick()
+    if end == "drains":
+        old.state = ReplicaState.DRAINING
+    else:
+        old.die()
+    bench.clock.advance(RouterConfig().no_replica_grace_s - 0.01)
+    if end == "drains":
+        old.beat()
+    patient = bench.submit("patient", tokens=1)
+    assert bench.outcome(patient) is None
+    bench.clock.advance(0.02)
+    late = bench.submit("late")
+    assert bench.outcome(late) is Outcome.REJECTED_NO_REPLICA
+    new = bench.replica("new")
+    new.turn()
+    assert bench.outcome(patient) is Outcome.FINISHED
+
+
 def test_full_band_refuses_with_retry_after_and_other_bands_do_not_care() -> None:
     classes = (
         PriorityClass(name="standard", priority=0, max_queued_requests=2),
