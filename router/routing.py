@@ -10,6 +10,12 @@ Capacity as work of priority p sees it on one replica:
   priority >= p (it goes first; what waits below p does not).
 - blocks in use: the larger of what the report says (with the unreported added) and what this router predicts for its
   own attempts, since a report counts a prompt only as it is filled; of work below p only what may be running.
+Which of several is taken: work below p gives way, so that it costs p little, while what is as urgent goes before it there or
+takes its part of every step. So replicas are compared by how full of such work they will be (*ahead*), and all else that is
+there counts for a small part (LESSER) of that. Compared by all that is there alike, urgent work crowds where little of
+anything is, and its prompts wait for each other: in a simulation of 4 A100s at 0.9 load, with batch work filling them, p99 TTFT
+of urgent work was 1.3 times as long, and that of the next class ten times.
+
 What is in use below p can always be taken, from what runs and, cheaper, from what waits there paused and has kept its
 blocks: lower work alone never keeps p from a replica that could hold it. The one exception is work that a minimum share
 sent out ahead of what waited then (`SharedLoad`): who had arrived by then stands behind it and cannot take its place.
@@ -29,6 +35,8 @@ from cluster.types import EngineLoad, PriorityLoad, ReplicaId
 from router.suspects import Trial
 from router.view import Condition, ReplicaView
 
+LESSER = 1 / 16
+"""Of a replica's fullness, what work counts for that is less urgent than who is placed."""
 MEMO_MAX = 8
 """Priorities that a view keeps in its memo: clients may name any."""
 
@@ -83,7 +91,7 @@ class Placement:
     blocks: int
     victims: int = 0
     score: float = field(default=0.0, compare=False)
-    """How full it will be, less what it is favoured by: the least was taken."""
+    """How full it will be, as the module says, less what it is favoured by: the least was taken."""
     free: bool = field(default=True, compare=False)
     """Nothing there has to give way, neither what runs nor what paused work has kept."""
 
@@ -105,14 +113,15 @@ def choose(
 ) -> Placement | None:
     """Where `need` goes now, or None: it stays queued.
 
-    A replica that holds it freely is preferred, the least loaded first. Otherwise the one whose strictly lower running
-    work makes room: fewest victims, then the least urgent ones, then the least loaded. Ties are drawn from `rng`.
+    A replica that holds it freely is preferred, the least full first. Otherwise one whose strictly lower running work makes
+    room: with least that is as urgent, then fewest victims, then the least urgent ones, then the least full. Ties are drawn
+    from `rng`.
 
     Args:
         favour: By how much fuller, in parts of its capacity, a replica counts as no more loaded.
     """
     block_size = wanted = wanted_max = 0
-    candidates: list[tuple[ReplicaView, EngineLoad, float]] = []
+    candidates: list[tuple[ReplicaView, EngineLoad, float, float]] = []
     ties: list[tuple[ReplicaId, EngineLoad]] = []
     least, priority = math.inf, need.priority
     for view in views:  # few calls: this runs for every replica that is looked at
@@ -127,13 +136,17 @@ def choose(
         if (need.trial or view.trial) and not _may_try(need.trial, view, load):
             continue
         used = view.memo.get(priority)
-        slots, blocks, lower = _used(need, view, load) if used is None else used
+        slots, blocks, lower, slots_ahead, blocks_ahead = _used(need, view, load) if used is None else used
         slots, blocks = slots + 1, blocks + wanted
         # Parked work of any priority counts: of two with a free slot the one without a backlog is taken.
         slots_full, blocks_full = (slots + lower) / load.slots_total, blocks / load.blocks_total
-        score = slots_full if slots_full > blocks_full else blocks_full
+        full = slots_full if slots_full > blocks_full else blocks_full
+        slots_full, blocks_full = (slots_ahead + 1) / load.slots_total, (blocks_ahead + wanted) / load.blocks_total
+        ahead = slots_full if slots_full > blocks_full else blocks_full
+        score = ahead + LESSER * (full - ahead)
         if favour:
-            score -= favour.get(view.replica_id, 0.0)
+            favoured = favour.get(view.replica_id, 0.0)
+            ahead, score = ahead - favoured, score - favoured
         if slots <= load.slots_total and blocks <= load.blocks_total:
             if score < least:
                 least = score
@@ -141,21 +154,21 @@ def choose(
             if score == least:
                 ties.append((view.replica_id, load))
         elif not ties:
-            candidates.append((view, load, score))
+            candidates.append((view, load, ahead, score))
     if ties:
         replica_id, load = ties[0] if len(ties) == 1 else rng.choice(sorted(ties))
         return Placement(replica_id, need.blocks(load.block_size_tokens), score=least)
-    costs: list[tuple[tuple[int, int, float], ReplicaId, EngineLoad]] = []
-    for view, load, score in candidates:
+    costs: list[tuple[tuple[float, int, int, float], ReplicaId, EngineLoad]] = []
+    for view, load, ahead, score in candidates:
         plan = _victims(need, view, load)
         if plan is not None:
-            costs.append(((*plan, score), view.replica_id, load))
+            costs.append(((ahead, *plan, score), view.replica_id, load))
     if not costs:
         return None
     cheapest = min(cost for cost, _, _ in costs)
     chosen = sorted((replica_id, load) for cost, replica_id, load in costs if cost == cheapest)
     replica_id, load = chosen[0] if len(chosen) == 1 else rng.choice(chosen)
-    victims, _, score = cheapest
+    _, victims, _, score = cheapest
     return Placement(replica_id, need.blocks(load.block_size_tokens), victims=victims, score=score, free=False)
 
 
@@ -179,17 +192,31 @@ def _may_try(trial: Trial, view: ReplicaView, load: EngineLoad) -> bool:
     return view.trial is Trial.NONE or (trial is Trial.NONE and view.trial is Trial.APART)
 
 
-def _used(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int, int]:
-    """Slots and blocks in use, and the less urgent requests that wait there. Where a minimum share has sent nothing, the
-    same for every need of a priority."""
+def _used(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int, int, int, int]:
+    """Slots and blocks in use, the less urgent requests that wait there, and slots and blocks of what is as urgent. Where a
+    minimum share has sent nothing, the same for every need of a priority."""
     lower = sum(level.requests for level in load.waiting if level.priority < need.priority)
     blocks = max(_blocks_reported(view, load), _blocks_predicted(need, view, load))
-    used = _slots_used(need, view, load), blocks, lower
+    used = _slots_used(need, view, load), blocks, lower, *_ahead(need, view, load)
     if not view.shared:
         if len(view.memo) >= MEMO_MAX:
             view.memo.clear()
         view.memo[need.priority] = used
     return used
+
+
+def _ahead(need: Need, view: ReplicaView, load: EngineLoad) -> tuple[int, int]:
+    """Requests there that are as urgent, and their blocks: as reported or as predicted, whichever are more."""
+    requests = blocks = predicted = 0
+    for levels in (load.running, load.waiting, view.unreported):
+        for level in levels:
+            if level.priority >= need.priority:
+                requests += level.requests
+                blocks += level.blocks
+    for own in view.own:
+        if own.priority >= need.priority:
+            predicted += own.active_blocks + own.parked_blocks
+    return requests, max(blocks, predicted)
 
 
 def _slots_used(need: Need, view: ReplicaView, load: EngineLoad) -> int:

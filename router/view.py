@@ -87,7 +87,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     shared: tuple[SharedLoad, ...] = ()
     trial: Trial = Trial.NONE
     """A suspect is being tried there."""
-    memo: dict[int, tuple[int, int, int]] = {}  # msgspec copies it for each instance
+    memo: dict[int, tuple[int, int, int, int, int]] = {}  # msgspec copies it for each instance
     """For whoever looks at it: what is in use there as work of a priority sees it."""
 
 

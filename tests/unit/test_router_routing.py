@@ -155,14 +155,37 @@ def test_free_room_is_preferred_to_victims() -> None:
     assert place(need(priority=10), full, busy) == Placement(ReplicaId("busy"), 1)
 
 
+def test_of_free_replicas_the_one_with_least_work_that_is_as_urgent_is_taken_however_much_lesser_work_it_has() -> None:
+    urgent = view("urgent", load(slots=10, running=running((10, 3, 30)), used=30))
+    lesser = view("lesser", load(slots=10, running=running((0, 9, 90)), used=90))
+    assert place(need(priority=10), urgent, lesser) == Placement(ReplicaId("lesser"), 1)
+    assert place(need(priority=0), urgent, lesser) == Placement(ReplicaId("urgent"), 1)
+    own = (OwnLoad(10, 20, 20),)
+    sent = view("sent", load(slots=10, running=running((10, 1, 1)), used=1), own=own)
+    assert place(need(priority=10), urgent, sent) == Placement(ReplicaId("urgent"), 1), "its prompts are yet to be read"
+
+
+def test_of_equally_urgent_ones_the_replica_with_least_lesser_work_is_taken() -> None:
+    more = view("more", load(slots=10, running=running((0, 3, 30), (10, 2, 20)), used=50))
+    less = view("less", load(slots=10, running=running((0, 2, 20), (10, 2, 20)), used=40))
+    assert place(need(priority=10), more, less) == Placement(ReplicaId("less"), 1)
+
+
+def test_where_lesser_work_must_give_way_the_least_urgent_replica_is_taken_before_fewest_victims() -> None:
+    urgent = view("urgent", load(slots=4, blocks=100, running=running((10, 3, 60), (0, 1, 40)), used=100))
+    lesser = view("lesser", load(slots=4, blocks=100, running=running((10, 1, 20), (0, 3, 80)), used=100))
+    wanted = need(priority=10, tokens=BLOCK * 30)
+    assert place(wanted, urgent, lesser) == Placement(ReplicaId("lesser"), 30, victims=2)
+
+
 def test_equal_priority_is_never_a_victim() -> None:
     assert place(need(priority=0), view("r", load(slots=1, running=running((0, 1, 1)), used=1))) is None
 
 
 def test_fewest_victims_then_the_least_urgent() -> None:
     two = view("two", load(slots=9, blocks=20, running=running((-10, 2, 20)), used=20))
-    one = view("one", load(slots=1, blocks=20, running=running((0, 1, 20)), used=20))
-    lower = view("lower", load(slots=1, blocks=20, running=running((-10, 1, 20)), used=20))
+    one = view("one", load(slots=9, blocks=20, running=running((0, 1, 20)), used=20))
+    lower = view("lower", load(slots=9, blocks=20, running=running((-10, 1, 20)), used=20))
     wanted = need(priority=10, tokens=BLOCK * 15)
     assert place(wanted, two) == Placement(ReplicaId("two"), 15, victims=2)
     assert place(wanted, two, one) == Placement(ReplicaId("one"), 15, victims=1)
