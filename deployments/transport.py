@@ -52,6 +52,13 @@ _LENGTH_BYTES = 4
 _WRITE_HIGH_WATER_BYTES = 256 * 1024
 """Bytes that may wait in the socket's buffer before the sender is asked to hold back."""
 
+_UNANSWERED_S = 15
+"""A host that is gone without a word (no power, no network) ends its links after so long, or its processes would be known
+for hours; one that is back sooner finds them as they were. So does a process that for so long reads nothing of what waits
+for it, once the buffers are full."""
+_PROBE_S = 5
+"""Where nothing else is sent, its kernel is asked so often."""
+
 _MAX_GREETED = 256
 _LAST_WORDS_S = 1.0
 
@@ -164,7 +171,7 @@ class Link(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _end_without_answers(sock)
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
@@ -201,6 +208,15 @@ class Link(asyncio.Protocol):
         self._transport = None
         self.ended.set()
         self._on_closed(self._reason or (f"connection lost: {exc}" if exc else "closed by the other side"))
+
+
+def _end_without_answers(sock: socket.socket) -> None:
+    """Have the connection end where the other side says nothing, not even that it is there."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_S * 1000)
 
 
 # --- the handshake ---

@@ -163,15 +163,34 @@ async def test_messages_pass_both_ways_after_the_welcome(listen: Listen) -> None
     assert await there.ended == "closed by the other side"
 
 
+def sockets(link: Link, there: Recorder) -> list[Any]:
+    """Of both ends."""
+    ends = [link._transport, None if there.link is None else there.link._transport]
+    return [end.get_extra_info("socket") for end in ends if end is not None]
+
+
 async def test_both_ends_send_without_waiting_for_acknowledgements(listen: Listen) -> None:
     listener = await listen()
     link, _, _ = await link_to(listener, router())
-    there = await listener.accepted.get()
-    for end in (link, there.link):
-        assert end is not None
-        assert end._transport is not None
-        sock = end._transport.get_extra_info("socket")
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+    both = sockets(link, await listener.accepted.get())
+    assert [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0 for sock in both] == [True, True]
+    link.close("done")
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux can be told")
+async def test_both_ends_give_up_a_silent_host_in_20_s_though_neither_sends_anything(listen: Listen) -> None:
+    """A partition of 10 s is outlived. What it comes to on a network: tests/ray/test_hosts.py."""
+    listener = await listen()
+    link, _, _ = await link_to(listener, router())
+    both = sockets(link, await listener.accepted.get())
+    for sock in both:
+        asked_s, unanswered_ms = (
+            sock.getsockopt(socket.IPPROTO_TCP, option) for option in (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT)
+        )
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert unanswered_ms > 10_000
+        assert asked_s * 1000 + unanswered_ms <= 20_000
+    assert len(both) == 2
     link.close("done")
 
 
