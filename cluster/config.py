@@ -182,6 +182,11 @@ class PriorityClass(Config):
         description="Longest wait for a replica that the class promises: what it cannot begin within it is refused at "
         "arrival, and ends with 504 where it waits so long all the same. None: the router's max_queue_s.",
     )
+    first_token_slo_s: PositiveFloat | None = Field(
+        None,
+        description="Its requests are to have their first token so long after they came: where too few have, a model with "
+        "`scale` gets more replicas. None: no such aim.",
+    )
 
 
 class WithinTenant(StrEnum):
@@ -328,6 +333,10 @@ class RouterConfig(Config):
         2.0,
         description="A moved request that its new replica does not say it has within this goes on from the journal.",
     )
+    request_rest_s: NonNegativeFloat = Field(
+        5.0,
+        description="A request that the controller has had leave a replica does not leave another on its word for so long.",
+    )
     explained_requests: PositiveInt = Field(
         10_000, description="Ended requests whose decisions can still be asked for."
     )
@@ -395,6 +404,113 @@ class TransportConfig(Config):
             raise ValueError(
                 f"max_frame_bytes ({self.max_frame_bytes}) must be at least 4 x outbox_max_bytes "
                 f"({self.outbox_max_bytes}): all that waits may leave in one frame, at up to 4 bytes a character"
+            )
+        return self
+
+
+class ControlConfig(Config):
+    """What the controller proposes: when work is moved or given back, and what a move is taken to cost."""
+
+    tick_s: PositiveFloat = Field(0.05, description="The controller decides so often.")
+    stale_after_s: PositiveFloat = Field(
+        0.5, description="A replica's report that is older says nothing: nothing is proposed to it or from it."
+    )
+    moves_per_tick: PositiveInt = Field(16, description="Requests of a model that are proposed to leave in one tick.")
+    proposal_expiry_s: PositiveFloat = Field(
+        2.0,
+        description="So long a proposal counts as on its way: the room that it takes is nobody else's, and its demand gets "
+        "no other.",
+    )
+    request_rest_s: NonNegativeFloat = Field(
+        10.0,
+        description="A request that has left a replica is left alone for so long; one that its router kept there may be asked "
+        "for again after proposal_expiry_s, for its own sake.",
+    )
+    stall_s: NonNegativeFloat = Field(
+        0.25, description="What has waited on a replica for less is left to it: it may run with the next step."
+    )
+    pair_rest_s: NonNegativeFloat = Field(
+        0.5, description="Between two replicas nothing that runs is moved for so long after the last time."
+    )
+    move_value_s: PositiveFloat = Field(
+        0.5,
+        description="What runs is moved only where its client gains more seconds by it, its pause and copy taken off.",
+    )
+    move_pause_s: NonNegativeFloat = Field(0.05, description="A moved request stands still for so long.")
+    move_block_s: NonNegativeFloat = Field(
+        0.001, description="Time to copy one KV block to another replica: 2 MiB at 2 GB/s."
+    )
+    recompute_token_s: NonNegativeFloat = Field(
+        0.0002, description="Time to compute the keys and values of one token again, where they were given up."
+    )
+    park_delay_s: NonNegativeFloat = Field(
+        1.0, description="A running request that goes back to the queue is taken to wait for so long."
+    )
+    max_parks: NonNegativeInt = Field(
+        3, description="Times that a request may be proposed to give up its keys and values within parks_window_s."
+    )
+    parks_window_s: PositiveFloat = Field(60.0, description="See max_parks.")
+    step_fixed_part: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Of a step, the part that takes its time however little runs: what a replica on which nothing has run "
+        "lately is judged by.",
+    )
+
+
+class ScaleConfig(Config):
+    """How many replicas a model has, by what is asked of it."""
+
+    min: NonNegativeInt = Field(
+        1, description="Replicas at least. 0: the last goes after idle_after_s, and a request that comes waits for one."
+    )
+    max: PositiveInt = Field(description="Replicas at most; there must be room for as many.")
+    utilisation: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Replicas are added where demand is above this part of what they do, each at its full batch.",
+    )
+    spare_utilisation: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="One is taken away where the others would stay below this part. The gap to utilisation keeps noise from "
+        "turning it round.",
+    )
+    average_s: PositiveFloat = Field(
+        30.0, description="Demand is a mean over about so long: longer is steadier and sees a rise later."
+    )
+    up_after_s: NonNegativeFloat = Field(
+        3.0, description="Demand must be too high for so long. With no replica at all one is started at once."
+    )
+    down_after_s: PositiveFloat = Field(
+        900.0,
+        description="One is taken away by the highest demand in so long a time, and not before so long after one was added.",
+    )
+    drain_backlog_s: PositiveFloat = Field(
+        30.0, description="What waits in the routers is to be begun within this; where it is not, replicas are added."
+    )
+    attainment: float = Field(
+        0.95,
+        gt=0,
+        le=1,
+        description="One is added where fewer than this part of a class's requests have their first token within its "
+        "first_token_slo_s.",
+    )
+    idle_after_s: PositiveFloat = Field(
+        900.0, description="With min 0: the last replica goes when there has been no work at all for so long."
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ScaleConfig:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) must not exceed max ({self.max})")
+        if self.spare_utilisation >= self.utilisation:
+            raise ValueError(
+                f"spare_utilisation ({self.spare_utilisation}) must be below utilisation ({self.utilisation}), or each "
+                "replica that goes is started again"
             )
         return self
 

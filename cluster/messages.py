@@ -26,8 +26,8 @@ from cluster.types import (
     TokenDelta,
 )
 
-PROTOCOL_NEWEST = 4
-PROTOCOL_OLDEST = 4
+PROTOCOL_NEWEST = 5
+PROTOCOL_OLDEST = 5
 """The oldest version that this code still speaks."""
 
 
@@ -46,6 +46,8 @@ class RosterEntry(msgspec.Struct, frozen=True, array_like=True):
     host: str
     port: int
     model: str
+    zone: str = ""
+    """What else fails together with it, beyond its host; empty where nobody has said."""
 
 
 # --- the handshake, on every connection ---
@@ -180,7 +182,7 @@ class MoveBlocks(Message, frozen=True):
 
 
 class MoveState(Message, frozen=True):
-    """The last of a move: the request as it was frozen. It is begun once its router has granted it."""
+    """The last of a move: the request as it was frozen. Nothing of it is told before its router has granted it."""
 
     attempt: int
     state: EngineState
@@ -248,8 +250,39 @@ class ReplicaHere(Message, frozen=True):
     pid: int
 
 
+class Standing(StrEnum):
+    """What an attempt does on its replica."""
+
+    RUNS = "runs"
+    PAUSED = "paused"
+    """It waits, and has kept its blocks."""
+    WAITS = "waits"
+    """It waits and holds none: it is new here, or its blocks were taken."""
+
+
+class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
+    """An attempt on a replica, as the controller weighs it."""
+
+    request_id: RequestId
+    attempt: int
+    router_id: RouterId
+    """The one that owns it."""
+    priority: int
+    standing: Standing
+    blocks: int
+    """KV blocks that would be free if it left: those that nobody else holds."""
+    tokens: int
+    """Whose keys and values are in blocks here: what is moved with it, or computed again without it."""
+    remaining_tokens: int
+    """Output that is still expected of it, one at least."""
+
+
 class ReplicaStatus(Message, frozen=True):
     report: ReplicaReport
+    held: tuple[HeldRequest, ...] | None = None
+    """The most worth weighing of what is here, a bounded number; None from a replica on which nothing is worth it."""
+    retiring: bool = False
+    """It drains because it was told to retire, and leaves on a `Leave`."""
 
 
 class BandStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -301,6 +334,19 @@ class DrainAsk(Message, frozen=True):
     drain: bool
 
 
+class Unplaced(Message, frozen=True):
+    """The first of a router's queue has no place: no replica has the room, whoever gives way there. Told with every demand
+    while it lasts."""
+
+    model: str
+    request_id: RequestId
+    priority: int
+    blocks: int
+    """That it needs on one replica."""
+    waits_s: float
+    """Since it was found to have no place."""
+
+
 # --- one order among routers ---
 
 
@@ -339,6 +385,14 @@ class TenantService(msgspec.Struct, frozen=True, array_like=True):
     """Service over the tenant's weight, in all; what was taken back is taken off."""
 
 
+class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Requests of a class with an aim for their first token that have had it through one router, since it started."""
+
+    priority_class: str
+    in_time: int
+    late: int
+
+
 class RouterDemand(Message, frozen=True):
     """What waits on a router for one model, every 50 ms while anything does, and whenever there is service to tell."""
 
@@ -363,6 +417,11 @@ class RouterDemand(Message, frozen=True):
     """Of that, what is open, over the tenants' weights."""
     service: tuple[TenantService, ...]
     """What has changed since it was told last, as much of it as a message may carry."""
+    queued: int = 0
+    """Requests that wait, whether a replica is reached or not."""
+    queued_service: float = 0.0
+    """What serving these is expected to take."""
+    first_tokens: tuple[FirstTokens, ...] = ()
     observed_unix_s: float = 0.0
     """When it was told, by the clock that `heads` are told by: clocks of several hosts need not agree."""
 
@@ -422,6 +481,12 @@ class DrainOrder(Message, frozen=True):
     """To a replica: take nothing new and let what is here go elsewhere, or take work again."""
 
     drain: bool
+    retire: bool = False
+    """So that it can leave: one replica fewer is needed. Without it, a drain is somebody's who will undo it."""
+
+
+class Leave(Message, frozen=True):
+    """To a replica that retires and is empty: end. Any other stays."""
 
 
 class DrainTold(Message, frozen=True):
@@ -429,6 +494,26 @@ class DrainTold(Message, frozen=True):
 
     ask_id: int
     replica_ids: tuple[ReplicaId, ...]
+
+
+class Propose(Message, frozen=True):
+    """To the router that owns an attempt: have it leave `source`. Nothing is owed: the router does it if it still fits."""
+
+    generation: Generation
+    """Of the controller. Older than one that the router has met: refused."""
+    request_id: RequestId
+    attempt: int
+    source: ReplicaId
+    source_generation: Generation
+    target: ReplicaId | None
+    """None: back to its router's queue, at its old place."""
+    target_generation: Generation | None
+    for_request_id: RequestId | None
+    """The request that it makes room for; void once that has a place."""
+    why: str
+    """Fit for `explain`."""
+    numbers: dict[str, float] = {}  # msgspec copies it for each instance
+    """What it was decided by."""
 
 
 class ReplicaSummary(msgspec.Struct, frozen=True):
@@ -451,8 +536,8 @@ ToReplica = Add | Abort | ResendFrom | Goodbye | Move | CallOff | Grant | Releas
 ToPeer = MoveBegin | MoveBlocks | MoveState | MoveAbort
 FromPeer = MoveAnswer
 ToRouter = StepFrame
-ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand
-FromController = Granted | Roster | ClusterStatus | DrainOrder | DrainTold | Gates
+ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand | Unplaced
+FromController = Granted | Roster | ClusterStatus | DrainOrder | Leave | DrainTold | Gates | Propose
 Handshake = Challenge | Hello | Welcome | Rejected
 
 

@@ -1,0 +1,245 @@
+"""One controller incarnation: what it is told makes its proposals, and nothing else does."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from cluster.config import ControlConfig
+from cluster.control.gates import DEMAND_PERIOD_S
+from cluster.control.loop import GONE_AFTER_S, Control
+from cluster.control.view import Proposal
+from cluster.messages import HeldRequest, RosterEntry, Unplaced
+from cluster.types import Generation, ReplicaId, RequestId, RouterId
+from tests.unit.control_kit import MODEL, NOW_S, ROUTER, entry, load, paused, report, request, waits
+
+CONFIG = ControlConfig()
+STATUS_S = 0.1
+
+
+class Told:
+    """A controller, and replicas that tell it how they are with every status. They do nothing that is proposed."""
+
+    def __init__(self, config: ControlConfig = CONFIG) -> None:
+        self.config = config
+        self.control = Control(config)
+        self.now_s = NOW_S
+        self.replicas: dict[RosterEntry, tuple[HeldRequest, ...]] = {}
+        self.demands: dict[RouterId, Unplaced] = {}
+        self.steps: Callable[[float], int] = lambda now_s: int(now_s / 0.05)
+
+    def has(self, who: RosterEntry, *held: HeldRequest) -> None:
+        self.replicas[who] = held
+
+    def status(self, who: RosterEntry) -> None:
+        held = self.replicas[who]
+        engine = load(held, slots=4, blocks=200, steps=self.steps(self.now_s))
+        self.control.replica(who, report(who, engine), held or None, self.now_s)
+
+    def for_s(
+        self, seconds: float, order: Callable[[Iterable[RosterEntry]], Iterable[RosterEntry]] = list
+    ) -> list[Proposal]:
+        """All that is proposed in that time."""
+        proposed: list[Proposal] = []
+        for tick in range(round(seconds / self.config.tick_s)):
+            self.now_s += self.config.tick_s
+            if tick % round(STATUS_S / self.config.tick_s) == 0:
+                for who in order(self.replicas):
+                    self.status(who)
+            for router_id, told in self.demands.items():
+                self.control.unplaced(router_id, told, self.now_s)
+            proposed += self.control.tick(self.now_s)
+        return proposed
+
+
+def runners(
+    count: int, *, name: str = "r", blocks: int = 4, priority: int = 0, remaining: int = 16
+) -> list[HeldRequest]:
+    return [request(f"{name}{n}", blocks=blocks, priority=priority, remaining=remaining) for n in range(count)]
+
+
+def asks(
+    blocks: int, *, name: str = "urgent", priority: int = 10, model: str = MODEL, waits_s: float = 1.0
+) -> Unplaced:
+    return Unplaced(model, RequestId(name), priority, blocks, waits_s)
+
+
+def test_what_waits_is_given_back_once_it_has_been_seen_to_wait_long_enough_and_once_only() -> None:
+    told = Told()
+    told.has(entry("full"), *runners(4), waits("w"))
+    told.has(entry("idle"))
+    assert told.for_s(CONFIG.stall_s * 0.9) == []
+    (proposal,) = told.for_s(CONFIG.proposal_expiry_s * 0.9)
+    assert (proposal.request_id, proposal.source, proposal.target) == ("w", "full", None)
+    assert proposal.router_id == ROUTER
+    assert proposal.source_generation == entry("full").generation
+    told.has(entry("full"), *runners(4), waits("w", attempt=2))  # it was sent there again
+    assert told.for_s(CONFIG.request_rest_s - CONFIG.proposal_expiry_s) == []
+    assert len(told.for_s(CONFIG.proposal_expiry_s)) == 1
+
+
+def test_what_runs_is_moved_once_the_steps_of_its_replica_are_known() -> None:
+    told = Told()
+    told.has(entry("hot"), *runners(4, remaining=100))
+    told.has(entry("cold"))
+    proposed = told.for_s(1.0)
+    assert {(p.source, p.target) for p in proposed} == {("hot", "cold")}
+    assert proposed[0].numbers["step_here_s"] == pytest.approx(0.05, rel=0.2)
+    stands = Told()
+    stands.steps = lambda _: 0
+    stands.has(entry("hot"), *runners(4, remaining=100))
+    stands.has(entry("cold"))
+    assert stands.for_s(1.0) == []
+
+
+def test_models_are_apart() -> None:
+    told = Told()
+    told.has(entry("full"), *runners(4), waits("w"))
+    told.has(entry("idle", model="other"))
+    assert told.for_s(1.0) == []
+    told.demands[ROUTER] = asks(190, model="other")
+    assert told.for_s(1.0) == []
+    told.has(entry("idle-too"))
+    assert {p.request_id for p in told.for_s(1.0)} == {"w"}  # whom the other model's demand does not hold up
+
+
+def test_a_demand_makes_those_leave_who_are_less_urgent() -> None:
+    told = Told()
+    told.has(entry("r"), *runners(4, blocks=50, remaining=1))
+    told.demands[ROUTER] = asks(98)
+    proposed = told.for_s(CONFIG.proposal_expiry_s * 0.9)
+    assert Counter(p.for_request_id for p in proposed) == {"urgent": 2}
+
+
+def test_a_demand_that_is_not_told_of_any_more_makes_nobody_leave() -> None:
+    for after_s, goes in ((2 * DEMAND_PERIOD_S, True), (1.1 * GONE_AFTER_S, False)):
+        told = Told()
+        told.has(entry("r"), *runners(4, blocks=50))
+        told.status(entry("r"))
+        told.control.unplaced(ROUTER, asks(100), told.now_s)
+        assert bool(told.control.tick(told.now_s + after_s)) is goes
+
+
+@pytest.mark.parametrize("ends", ["router", "other router", "its queue"])
+def test_a_demand_ends_with_its_router_and_with_its_place_at_the_head(ends: str) -> None:
+    told = Told()
+    told.has(entry("r"), *runners(4, blocks=50))
+    told.status(entry("r"))
+    told.control.unplaced(ROUTER, asks(100), told.now_s)
+    if ends == "router":
+        told.control.router_gone(ROUTER)
+    elif ends == "other router":
+        told.control.router_gone(RouterId("other"))
+    else:
+        told.control.unplaced(ROUTER, asks(100, name="next", priority=-10), told.now_s)
+    assert bool(told.control.tick(told.now_s)) is (ends == "other router")
+
+
+def test_who_was_parked_as_often_as_it_may_be_stays_until_that_is_long_ago() -> None:
+    config = ControlConfig(request_rest_s=0, proposal_expiry_s=0.1, max_parks=2, parks_window_s=5.0)
+    told = Told(config)
+    told.has(entry("r"), request("a", blocks=200, remaining=1))
+    told.demands[ROUTER] = asks(100)
+    assert [p.request_id for p in told.for_s(2.0)] == ["a", "a"]
+    assert told.for_s(2.9) == []
+    assert len(told.for_s(1.0)) == 2
+
+
+def test_a_replica_that_is_gone_is_neither_source_nor_target() -> None:
+    told = Told()
+    told.has(entry("full"), *runners(4), waits("w"))
+    told.has(entry("idle"))
+    told.for_s(CONFIG.stall_s * 0.9)
+    told.control.replica_gone(ReplicaId("idle"), entry("idle").generation)
+    del told.replicas[entry("idle")]
+    assert told.for_s(1.0) == []
+    told.control.replica_gone(ReplicaId("idle"), entry("idle").generation)  # twice is as good as once
+    told.control.replica_gone(ReplicaId("full"), Generation(99, "g"))  # another incarnation has ended
+    told.has(entry("idle2"))
+    assert [p.request_id for p in told.for_s(1.0)] == ["w"]
+
+
+def test_the_later_incarnation_of_a_replica_counts_and_begins_anew() -> None:
+    told = Told()
+    old, new = entry("full", generation=1), entry("full", generation=2)
+    told.has(old, *runners(4), waits("w"))
+    told.has(entry("idle"))
+    told.for_s(CONFIG.stall_s * 0.9)
+    told.replicas[new] = told.replicas.pop(old)
+    assert told.for_s(CONFIG.stall_s * 0.9) == []  # by it, `w` has waited for less
+    told.control.replica(old, report(old, load((), slots=4, blocks=200)), None, told.now_s)  # what was late on its way
+    (proposal,) = told.for_s(1.0)
+    assert proposal.source_generation == new.generation
+
+
+def test_a_replica_that_serves_another_model_now_is_no_place_for_the_first() -> None:
+    told = Told()
+    told.has(entry("full"), *runners(4), waits("w"))
+    told.has(entry("idle"))
+    told.for_s(CONFIG.stall_s * 0.9)
+    del told.replicas[entry("idle")]
+    told.has(entry("idle", generation=2, model="other"))
+    assert told.for_s(1.0) == []
+
+
+def test_the_same_events_give_the_same_proposals_in_whatever_order_replicas_came() -> None:
+    def run(seed: int | None) -> list[Proposal]:
+        told = Told()
+        rng = random.Random(7)
+        for number in range(20):
+            name = f"r{number:02}"
+            runs = runners(
+                rng.randint(2, 4), name=f"{name}-", blocks=rng.randint(31, 40), remaining=rng.randint(1, 150)
+            )
+            kept = [paused(f"{name}-p", blocks=9)] if len(runs) == 4 and rng.random() < 0.5 else []
+            told.has(entry(name, host=f"h{number % 3}"), *runs, *kept)
+        order = list if seed is None else _shuffle(seed)
+        evened = told.for_s(1.0, order)
+        for router in range(3):
+            told.demands[RouterId(f"router{router}")] = asks(150 + router, name=f"d{router}", priority=router + 1)
+        made_room = told.for_s(1.0, order)
+        assert len(evened) > 3
+        assert len(made_room) >= 3
+        return evened + made_room
+
+    first = run(None)
+    assert all(run(seed) == first for seed in range(3))
+
+
+def _shuffle(seed: int) -> Callable[[Iterable[RosterEntry]], list[RosterEntry]]:
+    rng = random.Random(seed)
+
+    def shuffled(entries: Iterable[RosterEntry]) -> list[RosterEntry]:
+        other = list(entries)
+        rng.shuffle(other)
+        return other
+
+    return shuffled
+
+
+def test_a_successor_proposes_what_its_predecessor_would_have_once_all_have_reported() -> None:
+    told = Told()
+    told.has(entry("full"), *runners(4), waits("w"))
+    told.has(entry("idle"))
+    told.for_s(CONFIG.stall_s * 0.9)
+    told.control = Control(CONFIG)
+    (proposal,) = told.for_s(1.0)
+    assert (proposal.request_id, proposal.source) == ("w", "full")
+
+
+def test_nothing_is_kept_of_what_is_gone() -> None:
+    config = ControlConfig(request_rest_s=0.5, parks_window_s=0.5, proposal_expiry_s=0.5)
+    told = Told(config)
+    told.has(entry("r"), request("a", blocks=200, remaining=1))
+    told.demands[ROUTER] = asks(100)
+    assert told.for_s(0.5)
+    (model,) = told.control._models.values()
+    del told.demands[ROUTER]
+    told.for_s(2.0)
+    assert [len(kept) for kept in (model.demands, model._lately, model._left, model._parked, model._parks)] == [0] * 5
+    told.control.unplaced(ROUTER, asks(1, model="unheard of"), told.now_s)
+    told.control.replica_gone(ReplicaId("r"), entry("r").generation)
+    assert (told.control._models, told.control._model_of) == ({}, {})
