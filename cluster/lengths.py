@@ -47,7 +47,7 @@ Key = tuple[str | int, ...]
 class Histogram:
     """Lengths with fading weights. Within a bin all lengths are taken to be equally likely."""
 
-    __slots__ = ("_counts", "_mass_above", "_sum_above", "weight")
+    __slots__ = ("_counts", "_longest", "_mass_above", "_sum_above", "weight")
 
     def __init__(self) -> None:
         self.weight = 0.0
@@ -57,11 +57,15 @@ class Histogram:
         """At k: weight of all bins from k on; made anew when it is next asked for."""
         self._sum_above: list[float] = []
         """The same of weight x length."""
+        self._longest = 0
+        """Nothing is above that."""
 
     def observe(self, length: int) -> None:
         keep = 1 - 1 / MEMORY_OBSERVATIONS
         self._counts = [count * keep for count in self._counts]
-        self._counts[bisect_left(EDGES, min(max(length, 1), _LONGEST)) - 1] += 1
+        above = bisect_left(EDGES, min(max(length, 1), _LONGEST))
+        self._counts[above - 1] += 1
+        self._longest = max(self._longest, EDGES[above])
         self.weight = self.weight * keep + 1
         self._mass_above = []
 
@@ -74,7 +78,7 @@ class Histogram:
         total = self._mass_above[0]
         if tokens <= 0:
             return 1.0, self._sum_above[0] / total
-        if tokens >= EDGES[-1]:
+        if tokens >= self._longest:
             return 0.0, 0.0
         k = bisect_left(EDGES, tokens)  # the first bin that is above it whole
         mass, summed = self._mass_above[k], self._sum_above[k]

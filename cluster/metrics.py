@@ -85,6 +85,11 @@ MOVES = Metric("forebay_moves", "Live moves of requests between replicas, by wha
 MOVE_PAUSE = Metric(
     "forebay_move_pause_seconds", "From the word that a moving request stands still to its first token elsewhere."
 )
+PROPOSALS = Metric(
+    "forebay_proposals",
+    "The controller's proposals that a request leaves its replica, by what became of them.",
+    ("outcome",),
+)
 ENGINE_DEATHS = Metric("forebay_engine_deaths", "Replicas that were lost with requests running on them.")
 SUSPECTS = Metric("forebay_suspects", "Live requests that ran on an engine when it died and are not cleared yet.")
 FENCED = Metric("forebay_fenced_deltas", "Deltas dropped: of an old attempt, or repeats.", ("kind",))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from cluster.messages import RosterEntry, StepFrame
+from cluster.messages import RosterEntry, Standing, StepFrame
 from cluster.types import (
     EngineLoad,
     EngineState,
@@ -171,6 +171,22 @@ class MovesPort(Protocol):
         ...
 
 
+class HeldAttempt(Value, frozen=True):
+    """A live attempt as the engine's own books have it, between two steps."""
+
+    request_id: RequestId
+    attempt: int
+    priority: int
+    standing: Standing
+    """One whose blocks are in host memory is paused, too."""
+    blocks: int
+    """That would be free if it left."""
+    tokens: int
+    """Whose keys and values it has, in blocks or in host memory."""
+    remaining_tokens: int
+    """Output that is still expected of it, one at least."""
+
+
 class EnginePort(Protocol):
     """An engine that runs by itself. Calls return at once, from any thread; their effect shows in results.
 
@@ -179,6 +195,11 @@ class EnginePort(Protocol):
 
     @property
     def moves(self) -> MovesPort: ...
+
+    def held(self, limit: int) -> Future[tuple[HeldAttempt, ...]]:
+        """Of those that run or wait here, the most worth weighing (cluster/engine/held.py); none that is frozen, arrives
+        or has ended. Asked and answered as the calls of `MovesPort` are."""
+        ...
 
     def start(self, on_result: Callable[[StepResult], None], on_death: Callable[[str], None]) -> None:
         """Begin. Both callbacks are called in the engine's own thread and must not block."""

@@ -13,6 +13,7 @@ from deployments.controller import Controller
 from deployments.engines import gpu_options
 from deployments.replica import Replica
 from deployments.router import Router
+from deployments.scaler import Scaled
 from deployments.settings import Instance
 
 APPLICATION = "forebay"
@@ -44,11 +45,17 @@ def build(instance: Instance) -> Application:
             graceful_shutdown_timeout_s=grace_s + 10,
         )(target)
 
-    controller = deployment(Controller, 1, "Controller").bind(fields)
     models = instance.models()
+    names = dict(zip(models, replica_deployments(list(models)), strict=True))
+    scaled = [
+        Scaled(model=m.name, deployment=names[m.name], scale=m.config.scale).model_dump(mode="json")
+        for m in models.values()
+        if m.config.scale is not None
+    ]
+    controller = deployment(Controller, 1, "Controller").bind(fields, APPLICATION, scaled)
     replicas = [
-        deployment(Replica, m.config.replicas, name, **gpu_options(m.config)).bind(fields, m.name, controller)
-        for name, m in zip(replica_deployments(list(models)), models.values(), strict=True)
+        deployment(Replica, m.config.replicas, names[m.name], **gpu_options(m.config)).bind(fields, m.name, controller)
+        for m in models.values()
     ]
     # In an upgrade a new router comes before an old one goes, on the same port. A replica's place is free only once its
     # old one has gone, where every GPU is taken: it is replaced in place, one at a time.

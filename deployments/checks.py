@@ -19,7 +19,7 @@ from cluster.model import ModelFolderError
 from cluster.smollm2 import ensure_smollm2
 from deployments.engines import check_installed
 from deployments.instances import running_instances
-from deployments.settings import Environment, Profile, ServedModel, UsageError, open_keys, open_models
+from deployments.settings import Environment, ModelConfig, Profile, ServedModel, UsageError, open_keys, open_models
 
 _PORT_TRIES = 100
 _FREE_PORTS = range(20_000, 32_768)
@@ -65,16 +65,21 @@ def preflight(profile: Profile, models: Sequence[ServedModel], environment: Envi
 def _check_memory(models: Sequence[ServedModel]) -> None:
     """Of models on the CPU: on a GPU weights and KV blocks lie in its memory, which the engine looks at."""
     try:
-        need = sum(m.config.replicas * memory_bytes(m.folder, m.config.engine) for m in models)
+        need = sum(m.config.replicas_max * memory_bytes(m.folder, m.config.engine) for m in models)
     except ModelFolderError as error:
         raise UsageError(str(error)) from error
     have = psutil.virtual_memory().available
     if models and need + _RAY_BYTES > have:
-        who = ", ".join(f"{m.config.replicas} of {m.name}" for m in models)
+        who = ", ".join(f"{m.config.replicas_max} of {m.name}" for m in models)
         raise UsageError(
             f"too little memory: the replicas ({who}) need about {(need + _RAY_BYTES) / 2**30:.1f} GiB, "
-            f"{have / 2**30:.1f} GiB are available; lower REPLICAS (--replicas), or DTYPE=bfloat16 (--dtype)"
+            f"{have / 2**30:.1f} GiB are available; lower {_count_key([m.config for m in models])}, or DTYPE=bfloat16 (--dtype)"
         )
+
+
+def _count_key(configs: Sequence[ModelConfig]) -> str:
+    """What says how many replicas there are at most."""
+    return "scale.max" if any(config.scale is not None for config in configs) else "REPLICAS (--replicas)"
 
 
 def check_gpus(profile: Profile, resources: Mapping[str, float]) -> None:
@@ -84,12 +89,12 @@ def check_gpus(profile: Profile, resources: Mapping[str, float]) -> None:
         UsageError: there are too few GPUs, or none of a kind.
     """
     on_gpus = [config for config in profile.models if config.gpus_per_replica]
-    need = sum(config.replicas * config.gpus_per_replica for config in on_gpus)
+    need = sum(config.replicas_max * config.gpus_per_replica for config in on_gpus)
     have = int(resources.get("GPU", 0))
     if need > have:
-        replicas = sum(config.replicas for config in on_gpus)
+        replicas = sum(config.replicas_max for config in on_gpus)
         raise UsageError(
-            f"too few GPUs: {replicas} replicas need {need}, Ray finds {have} here; lower REPLICAS (--replicas)"
+            f"too few GPUs: {replicas} replicas need {need}, Ray finds {have} here; lower {_count_key(on_gpus)}"
         )
     prefix = "accelerator_type:"
     kinds = sorted(name.removeprefix(prefix) for name in resources if name.startswith(prefix))

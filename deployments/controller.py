@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 
 from cluster.clock import SystemClock
+from cluster.control.demand import Meter
 from cluster.messages import ToController
 from deployments.controller_server import ROLES, ControllerServer
 from deployments.process import configure_logging, listen_host
+from deployments.scaler import Scaled, scalers
 from deployments.settings import Instance
+from deployments.tasks import raise_if_ended
 from deployments.transport import Acceptor
 
 
 class Controller:
     """One per cluster; Serve starts it again when it dies, and nothing waits for it."""
 
-    async def __init__(self, instance_fields: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, instance_fields: dict[str, Any], application: str, scaled_fields: list[dict[str, Any]]
+    ) -> None:
+        """`scaled_fields`: of each `scaler.Scaled`."""
         instance = Instance.model_validate(instance_fields)
         configure_logging(instance)
         secret = instance.secret()
-        server = ControllerServer(secret, SystemClock())
+        clock, router = SystemClock(), instance.profile.router
+        scaled = [Scaled.model_validate(fields) for fields in scaled_fields]
+        weights = router.prompt_token_weight, router.output_token_weight
+        meters = {s.model: Meter(*weights, clock.monotonic(), s.scale.average_s) for s in scaled}
+        server = ControllerServer(secret, clock, meters, instance.profile.control)
         decode = msgspec.msgpack.Decoder(ToController).decode
         self._acceptor = Acceptor(server.identity, ROLES, decode, server.accept, instance.profile.transport)
         self._address = await self._acceptor.listen(listen_host(instance), 0, secret)
+        self._tasks = [
+            asyncio.create_task(scaler.run(), name="scaler")
+            for scaler in scalers(scaled, meters, instance.serve, application, server, clock)
+        ]
 
     async def address(self) -> tuple[str, int]:
         """Where routers and replicas connect."""
         return self._address
 
+    async def check_health(self) -> None:
+        """Serve asks every second; raising replaces this controller."""
+        raise_if_ended(self._tasks)
+
     async def __del__(self) -> None:
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
         if hasattr(self, "_acceptor"):
             await self._acceptor.close()

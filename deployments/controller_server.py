@@ -1,21 +1,28 @@
 """The controller's side of every router and replica: the rendezvous, and the whole picture for `forebay status`.
 
-Owns: who is connected and what each last reported, and when gates are handed out (cluster/control decides which).
-Imports `cluster` and the transport; no Ray.
+Owns: who is connected and what each last reported, and when gates are handed out and proposals made (cluster/control
+decides which). Imports `cluster` and the transport; no Ray.
 
-Invariant: it holds nothing that its successor does not rebuild from the first hellos and reports, so that it can be
-killed at any moment. Its generation is higher than any that its peers have seen.
+Invariants: it holds nothing that its successor does not rebuild from the first hellos and reports, so that it can be
+killed at any moment; its generation is higher than any that its peers have seen; nothing is proposed by what waited to be
+read while this process stood still; a proposal that cannot be sent at once is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
+import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cluster.config import ControlConfig
+from cluster.control.demand import Meter
 from cluster.control.gates import PERIOD_S
+from cluster.control.loop import Control
 from cluster.control.routers import Routers
 from cluster.messages import (
     ClusterStatus,
@@ -24,6 +31,7 @@ from cluster.messages import (
     DrainTold,
     Granted,
     Hello,
+    Leave,
     ReplicaHere,
     ReplicaStatus,
     ReplicaSummary,
@@ -33,12 +41,19 @@ from cluster.messages import (
     RouterStatus,
     StatusRequest,
     ToController,
+    Unplaced,
 )
 from cluster.ports import Clock
-from cluster.types import Generation, ReplicaReport, ReplicaState, RouterId
+from cluster.types import Generation, ReplicaId, ReplicaReport, ReplicaState, RouterId
 from deployments.transport import Identity, Link
 
+LOG = logging.getLogger("forebay.controller")
+
 ROLES = frozenset({"router", "replica"})
+_LATE_S = 0.5
+"""A tick that is later has no part in anything: what has come meanwhile is still to be read."""
+_TICK_CPU_S = 0.01
+"""A tick that takes more is told."""
 
 
 @dataclass(eq=False)
@@ -69,7 +84,15 @@ class _Peer:
 class ControllerServer:
     """State of one controller incarnation."""
 
-    def __init__(self, secret: bytes, clock: Clock) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        clock: Clock,
+        meters: Mapping[str, Meter] | None = None,
+        control: ControlConfig = ControlConfig(),  # noqa: B008  # frozen
+    ) -> None:
+        """`meters`: of the models whose number of replicas follows what is asked of them (deployments/scaler.py)."""
+        self._meters = meters or {}
         self._secret = secret
         self._clock = clock
         self._started_at = clock.monotonic()
@@ -79,6 +102,8 @@ class ControllerServer:
         self._routers = Routers()
         self._router_peers: dict[RouterId, _Peer] = {}
         """The latest link of each router."""
+        self._control, self._tick_s = Control(control), control.tick_s
+        self._ticking: asyncio.TimerHandle | None = None
         self._handed_out_s = -math.inf
         self._handing_out: asyncio.TimerHandle | None = None
 
@@ -93,6 +118,8 @@ class ControllerServer:
     def accept(self, link: Link, hello: Hello) -> _Peer:
         peer = _Peer(self, link, hello.role, hello.sender_id)
         self._peers.add(peer)
+        if self._ticking is None:
+            self._tick_soon()
         if hello.role == "replica":
             if hello.generation is None:
                 self._replica_generation_highest += 1
@@ -103,6 +130,8 @@ class ControllerServer:
             link.send(self._roster())
             self._router_peers[RouterId(peer.sender_id)] = peer
             self._routers.joined(RouterId(peer.sender_id))
+            for meter in self._meters.values():
+                meter.router_here(RouterId(peer.sender_id))
             self._hand_out_soon()
         return peer
 
@@ -110,25 +139,42 @@ class ControllerServer:
         self._peers.discard(peer)
         if peer.entry is not None:
             self._tell_routers()
+            self._control.replica_gone(peer.entry.replica_id, peer.entry.generation)
+            if peer.entry.model in self._meters:
+                self._meters[peer.entry.model].replica_gone(peer.entry.replica_id, peer.entry.generation)
         router_id = RouterId(peer.sender_id)
         if self._router_peers.get(router_id) is peer:
             del self._router_peers[router_id]
             self._routers.left(router_id)
+            self._control.router_gone(router_id)
+            for meter in self._meters.values():
+                meter.router_gone(router_id)
 
     def message(self, peer: _Peer, message: ToController) -> None:
         match message:
             case ReplicaHere(entry=entry, pid=pid):
                 peer.entry, peer.pid = entry, pid
                 self._tell_routers()
-            case ReplicaStatus(report=report):
+            case ReplicaStatus(report=report, held=held, retiring=retiring):
                 peer.report, peer.reported_at = report, self._clock.monotonic()
+                if peer.entry is not None:
+                    self._control.replica(peer.entry, report, held, peer.reported_at)
+                if peer.entry is not None and peer.entry.model in self._meters:
+                    meter = self._meters[peer.entry.model]
+                    meter.replica(peer.entry, report, retiring=retiring, now_s=peer.reported_at)
             case RouterStatus():
                 peer.router = message
             case RouterDemand():
                 router_id = RouterId(peer.sender_id)
                 if self._router_peers.get(router_id) is peer:
                     self._routers.heard(router_id, message, self._clock.monotonic())
+                    if message.model in self._meters:
+                        self._meters[message.model].router(router_id, message, self._clock.monotonic())
                     self._hand_out_soon()
+            case Unplaced():
+                router_id = RouterId(peer.sender_id)
+                if self._router_peers.get(router_id) is peer:
+                    self._control.unplaced(router_id, message, self._clock.monotonic())
             case StatusRequest(ask_id=ask_id):
                 peer.link.send(self._status(ask_id))
             case DrainAsk():
@@ -164,7 +210,42 @@ class ControllerServer:
                 free += max(0, load.slots_total - taken)
         return free
 
-    # --- drain ---
+    # --- proposals ---
+
+    def _tick_soon(self) -> None:
+        due_s = self._clock.monotonic() + self._tick_s
+        self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick, due_s)
+
+    def _tick(self, due_s: float) -> None:
+        """As long as anybody is connected."""
+        self._ticking = None
+        if not self._peers:
+            return
+        now_s = self._clock.monotonic()
+        if now_s - due_s <= _LATE_S:
+            self._propose(now_s)
+        else:
+            LOG.warning("nothing is proposed: this process stood still for %.1f s", now_s - due_s)
+        self._tick_soon()
+
+    def _propose(self, now_s: float) -> None:
+        began_s = time.thread_time()
+        proposals = self._control.tick(now_s)
+        for proposal in proposals:
+            peer = self._router_peers.get(proposal.router_id)
+            if peer is not None and not peer.link.congested:
+                peer.link.send(proposal.message(self._generation))
+        took_s = time.thread_time() - began_s
+        if proposals or took_s > _TICK_CPU_S:
+            LOG.debug("a tick took %.1f ms of CPU and made %d proposals", took_s * 1000, len(proposals))
+
+    # --- drain and scale ---
+
+    def tell_replica(self, replica_id: ReplicaId, message: DrainOrder | Leave) -> None:
+        """Whoever has gone needs to be told nothing."""
+        for peer in self._peers:
+            if peer.entry is not None and peer.entry.replica_id == replica_id:
+                peer.link.send(message)
 
     def _drain(self, ask: DrainAsk) -> DrainTold:
         """Tell those that are meant. Whether a replica drains is its own state: a successor reads it in its reports."""

@@ -71,6 +71,9 @@ class MarkedWork:
         self._shared.pop(key, None)
         self._tried.pop(key, None)
 
+    def is_tried(self, key: AttemptKey) -> bool:
+        return key in self._tried
+
     def strictest_trial(self, session: RouterSession | None = None) -> Trial:
         """Of those of others than `session`."""
         return max((t.trial for t in self._tried.values() if t.session is not session), default=Trial.NONE)

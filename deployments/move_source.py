@@ -33,8 +33,6 @@ T = TypeVar("T")
 
 UNANSWERED_MAX = 3
 """Messages of one move that its target has not answered: as one is loaded there, the next is on its way."""
-_TAIL_BLOCKS = 2
-"""So few are sent while the attempt stands still."""
 _FRAME_ROOM_BYTES = 4096
 """Of a frame with blocks, for what is not blocks."""
 
@@ -119,7 +117,7 @@ class _Outgoing:
 
 
 async def _done(asked: Future[T]) -> T:
-    return await asyncio.wrap_future(asked)
+    return asked.result() if asked.done() else await asyncio.wrap_future(asked)
 
 
 class MoveSource:
@@ -135,6 +133,9 @@ class MoveSource:
 
     def __len__(self) -> int:
         return len(self._moves)
+
+    def __contains__(self, key: AttemptKey) -> bool:
+        return key in self._moves
 
     # --- what the server is told ---
 
@@ -247,15 +248,15 @@ class MoveSource:
         await self._answers(move, lambda: not move.unanswered)
 
     async def _stream(self, move: _Outgoing) -> int:
-        """Send what is final while the attempt runs on, until little is left or it does not become less. Returns how
-        many blocks were sent."""
+        """Send what is final while the attempt runs on, until nothing is left or it does not become less: what is sent
+        later, the attempt stands still for. Returns how many blocks were sent."""
         moves = self._engine.moves
         sent, chunk_blocks, before = 0, 1, math.inf
         while move.kv_travels:
             move.check()
             final = await _done(moves.exportable_blocks(*move.key))
             left = final - sent
-            if left <= _TAIL_BLOCKS or left >= before:
+            if left <= 0 or left >= before:
                 break
             before = left
             while sent < final and move.kv_travels:
@@ -277,7 +278,8 @@ class MoveSource:
         self._check_taken(move)
         move.freezing = True
         asked, rest_asked = moves.freeze(*move.key), moves.export_rest(*move.key, sent)
-        state, rest = await _done(asked), await _done(rest_asked)
+        # By the latter: each wait for the engine's thread is one more turn of the loop while the attempt stands still.
+        rest, state = await _done(rest_asked), await _done(asked)
         if state is None:
             move.stop(_End.GONE)
         move.check()

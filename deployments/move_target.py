@@ -3,9 +3,12 @@
 Owns: what has been begun and is not here yet, whose word it waits for, and when it is dropped. Imports `cluster` and the
 transport; what belongs to which router is the server's. Runs on the replica's event loop.
 
-Invariants: what was begun is committed once, by the router that it was begun for, or its reservation is given back
-within `move_expiry_s` of the last word about it; each grant is answered by TAKEN or OFF, but for a repeat; a message is
-answered in its order.
+What has come whole is run at once, ahead of its grant: the step that its client waits for does not wait for the way to
+the router and back. Until the grant nothing of it is told to anybody, and without one it is as if it had never run.
+
+Invariants: what was begun is opened once, by the router that it was begun for, or ended and its blocks given back within
+`move_expiry_s` of the last word about it; nothing is told before it is granted, and all that it made then; each grant is
+answered by TAKEN or OFF, but for a repeat; a message is answered in its order.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, assert_never
 
@@ -32,7 +35,7 @@ from cluster.messages import (
     ToReplica,
 )
 from cluster.ports import EnginePort, ImportRefusal
-from cluster.types import EngineState, RouterId
+from cluster.types import EngineState, Preempted, RouterId, TokenDelta
 from deployments.move_source import UNANSWERED_MAX
 from deployments.outbox import AttemptKey
 from deployments.transport import Link
@@ -52,8 +55,16 @@ class Attempts(Protocol):
         """Why an attempt is not to come here; empty where it may."""
         ...
 
+    def may_begin(self, router_id: RouterId, key: AttemptKey) -> bool:
+        """Whether one that this router has not granted yet may run here meanwhile."""
+        ...
+
     def arrive(self, router_id: RouterId, grant: Grant) -> str:
-        """The engine is about to have it: what it says of it is for this router. Returns why it may not; empty else."""
+        """What the engine says of it is for this router from here on. Returns why it may not come; empty else."""
+        ...
+
+    def record(self, made: TokenDelta | Preempted) -> None:
+        """What the engine has said of it before it was granted."""
         ...
 
     def turn_away(self, key: AttemptKey) -> bool:
@@ -75,6 +86,10 @@ class _Incoming:
     timer: asyncio.TimerHandle
     unanswered: int = 0
     state: EngineState | None = None
+    begun: Future[ImportRefusal | None] | None = None
+    """Whether the engine takes it, once it has been asked to."""
+    made: list[TokenDelta | Preempted] = field(default_factory=list)
+    """What the engine has said of it. The wait for the grant bounds it."""
     grant: Grant | None = None
 
 
@@ -110,6 +125,11 @@ class MoveTarget:
 
     def __len__(self) -> int:
         return len(self._coming)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine may run something that is not granted yet."""
+        return any(coming.begun is not None for coming in self._coming.values())
 
     def accept(self, link: Link) -> _PeerHandler:
         return _PeerHandler(self, link)
@@ -181,12 +201,21 @@ class MoveTarget:
         coming.state = message.state
         self._heard(coming)
         if coming.grant is not None:
-            self._commit(coming, coming.grant)
+            self._open(coming, message.state, coming.grant)
+        elif self._attempts.may_begin(coming.router_id, coming.key):
+            coming.begun = self._engine.moves.import_commit(message.state, message.attempt)
 
     def _of(self, link: Link, key: AttemptKey) -> _Incoming | None:
         """What this link brings."""
         coming = self._coming.get(key)
         return coming if coming is not None and coming.link is link else None
+
+    # --- from the engine ---
+
+    def made(self, made: TokenDelta | Preempted) -> None:
+        """It has said this of an attempt that is open to no router: not granted yet, or ended while the step ran."""
+        if (coming := self._coming.get((made.request_id, made.attempt))) is not None:
+            coming.made.append(made)
 
     # --- from the router ---
 
@@ -202,7 +231,7 @@ class MoveTarget:
             coming.grant = grant
             self._wait(coming, self._config.move_answer_s)
             if coming.state is not None:
-                self._commit(coming, grant)
+                self._open(coming, coming.state, grant)
 
     def give_up(self, router_id: RouterId, key: AttemptKey) -> None:
         """Its router has no more use for it."""
@@ -245,17 +274,19 @@ class MoveTarget:
             self._attempts.tell(coming.router_id, MoveNotice(*coming.key, MoveStage.OFF, why=why))
 
     def _free(self, key: AttemptKey) -> None:
-        """Give back what is reserved. Asked again while the engine is asked too much: nobody else would."""
+        """Give back what is reserved, or end what has begun. Asked again while the engine is asked too much: nobody else
+        would."""
 
         def freed(result: asyncio.Future[bool]) -> None:
-            if result.exception() is not None and self._engine.progress().alive:
+            if result.exception() is None:
+                if not result.result():
+                    self._engine.abort(*key)  # it had been taken by then
+            elif self._engine.progress().alive:
                 self._loop.call_later(self._config.move_answer_s, self._free, key)
 
         asyncio.wrap_future(self._engine.moves.import_abort(*key)).add_done_callback(freed)
 
-    def _commit(self, coming: _Incoming, grant: Grant) -> None:
-        state = coming.state
-        assert state is not None
+    def _open(self, coming: _Incoming, state: EngineState, grant: Grant) -> None:
         if grant.index != len(state.request.emitted_ids):
             self._drop(coming, f"it has {len(state.request.emitted_ids)} tokens and was granted from {grant.index} on")
             return
@@ -263,7 +294,12 @@ class MoveTarget:
             self._drop(coming, refusal)
             return
         self._forget(coming)
-        self._when(self._engine.moves.import_commit(state, grant.attempt), partial(self._committed, coming, grant))
+        begun = coming.begun
+        if begun is None or (begun.done() and begun.exception() is not None):  # it was asked too much then
+            begun = self._engine.moves.import_commit(state, grant.attempt)
+        for made in coming.made:
+            self._attempts.record(made)
+        self._when(begun, partial(self._committed, coming, grant))
 
     def _committed(self, coming: _Incoming, grant: Grant, refusal: str) -> None:
         self._attempts.settled(coming.router_id, grant)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import sys
 from typing import Any
@@ -15,8 +14,6 @@ from deployments.controller_link import Find
 from deployments.settings import Instance
 
 _FIND_TIMEOUT_S = 5.0
-_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS = 10_000, 20, 20
-"""When garbage is looked for: so many objects made and not freed, and how many such rounds go before a wider one."""
 
 
 def configure_logging(instance: Instance) -> None:
@@ -28,15 +25,6 @@ def configure_logging(instance: Instance) -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         logger.addHandler(handler)
-
-
-def settle() -> None:
-    """Once all is loaded: what lives now lives as long as the process, and Ray's and the model's hundreds of thousands of
-    objects need not be looked through for what can be freed, again and again, while streams wait."""
-    gc.collect()
-    gc.freeze()
-    # What requests leave behind is freed at once; a collection looks for circles, of which they make next to none.
-    gc.set_threshold(_YOUNG_OBJECTS, _YOUNG_ROUNDS, _OLD_ROUNDS)
 
 
 def listen_host(instance: Instance) -> str:

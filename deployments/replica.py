@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from typing import Any
@@ -14,9 +15,10 @@ from cluster.model import ModelFolder
 from cluster.ports import EnginePort
 from cluster.types import ReplicaId
 from deployments.engines import build_engine
+from deployments.garbage import settle
 from deployments.process import configure_logging, controller_finder, listen_host
 from deployments.replica_process import ReplicaProcess
-from deployments.settings import Instance
+from deployments.settings import Environment, Instance
 
 LOG = logging.getLogger("forebay.replica")
 
@@ -35,9 +37,23 @@ class Replica:
             return build_engine(folder, model.config.engine, SystemClock())
 
         replica_id = ReplicaId(serve.get_replica_context().replica_id.unique_id)
-        self._process = ReplicaProcess(instance, model.folder, replica_id, controller_finder(controller), load, _die)
-        await self._process.start(listen_host(instance))
+        find = controller_finder(controller)
+        self._process = ReplicaProcess(instance, model.folder, replica_id, find, load, _die, self._retire)
+        await self._process.start(listen_host(instance), zone=Environment().zone)
+        settle()
         await self._process.meet_routers()
+
+    def _retire(self) -> None:
+        self._ending = asyncio.create_task(self._end(), name="end")
+
+    async def _end(self) -> None:
+        """Not by Serve, which would choose by itself which one goes."""
+        LOG.info("retired and empty, leaving")
+        try:
+            await self._process.close()
+        finally:
+            logging.shutdown()
+            os._exit(0)
 
     async def check_health(self) -> None:
         """Serve asks every second; raising replaces this replica."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 
 from cluster.clock import SystemClock
-from cluster.messages import DrainOrder, FromController, Granted, ReplicaHere, ReplicaStatus, RosterEntry
+from cluster.messages import DrainOrder, FromController, Granted, Leave, ReplicaHere, ReplicaStatus, RosterEntry
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort
 from cluster.types import Generation, ReplicaId
@@ -30,7 +30,7 @@ by name; lost with the link, it would count as work that an engine died of."""
 
 class ReplicaProcess:
     """One incarnation of a replica of `model`. `load` makes its engine, in a thread; `on_death` hears why the engine
-    ended."""
+    ended, `on_leave` that it is to end, retired and empty."""
 
     def __init__(
         self,
@@ -40,11 +40,13 @@ class ReplicaProcess:
         find: Find,
         load: Callable[[ModelFolder], EnginePort],
         on_death: Callable[[str], None],
+        on_leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._profile = instance.profile
         self._id = replica_id
         self._load = load
         self._on_death = on_death
+        self._on_leave = on_leave
         self._secret = instance.secret()
         self._model = model
         self._granted: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -57,9 +59,11 @@ class ReplicaProcess:
         self._leaving = False
         self._ordered: asyncio.Task[None] | None = None
         """A drain that this replica was ordered, not one that ends it."""
+        self._retiring = False
+        """It was ordered because this replica is not needed any more."""
 
-    async def start(self, host: str) -> None:
-        """Load the engine, get a generation, listen on `host`, and tell the controller where."""
+    async def start(self, host: str, zone: str = "") -> None:
+        """Load the engine, get a generation, listen on `host`, and tell the controller where, and in which `zone`."""
         self._tasks.append(asyncio.create_task(self._controller.run(), name="controller link"))
         # Loading takes seconds, in a thread so that health checks and the link to the controller go on.
         self.engine = await asyncio.to_thread(self._load, self._model)
@@ -70,7 +74,7 @@ class ReplicaProcess:
         self.server.start(self._on_death)
         self._acceptor = Acceptor(lambda _: identity, ROLES, decode, self.server.accept, transport)
         host, port = await self._acceptor.listen(host, 0, self._secret)
-        entry = RosterEntry(self._id, generation, host, port, self._model.name)
+        entry = RosterEntry(self._id, generation, host, port, self._model.name, zone)
         self._here = ReplicaHere(entry=entry, pid=os.getpid())
         self._controller.send(self._here)
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
@@ -96,27 +100,41 @@ class ReplicaProcess:
             case Granted(generation=generation):
                 if not self._granted.done():
                     self._granted.set_result(generation)
-            case DrainOrder(drain=drain):
-                self._order(drain)
+            case DrainOrder():
+                self._order(message)
+            case Leave():
+                self._leave()
             case _:
                 pass  # for routers
 
-    def _order(self, drain: bool) -> None:
-        """Somebody has asked for a drain, or has taken that back; whoever leaves anyway heeds neither."""
+    def _order(self, order: DrainOrder) -> None:
+        """Somebody has asked for a drain, or has taken that back; whoever leaves anyway heeds neither. What an operator
+        drains does not retire with it, nor take work again when fewer are to."""
         if self._acceptor is None or self._leaving:
+            return
+        if order.retire and (self._ordered is not None if order.drain else not self._retiring):
             return
         if self._ordered is not None:
             self._ordered.cancel()
             self._ordered = None
-        if drain:
+        self._retiring = order.drain and order.retire
+        if order.drain:
             self._ordered = asyncio.create_task(self._empty(), name="ordered drain")
         else:
             self.server.take_work(True)
 
+    def _leave(self) -> None:
+        """Nothing comes any more where the drain is over: it is not taken back from here on."""
+        if self._retiring and not self._leaving and self._ordered is not None and self._ordered.done():
+            self._leaving = True
+            self._on_leave()
+
     async def _tick(self) -> None:
         while True:
             self.server.tick()
-            self._controller.send(ReplicaStatus(report=self.server.report(None)))
+            report = self.server.report(None)
+            held = self.server.held(report.load)
+            self._controller.send(ReplicaStatus(report=report, held=held, retiring=self._retiring))
             await asyncio.sleep(self._profile.transport.report_period_s)
 
     def check(self) -> None:

@@ -27,6 +27,7 @@ from cluster.messages import (
     CallOff,
     Goodbye,
     Grant,
+    HeldRequest,
     Hello,
     Move,
     MoveNotice,
@@ -37,16 +38,19 @@ from cluster.messages import (
     ToPeer,
     ToReplica,
 )
-from cluster.ports import Clock, EnginePort, ImportRefusal, StepResult
+from cluster.ports import Clock, EnginePort, HeldAttempt, ImportRefusal, StepResult
 from cluster.types import (
     EngineLoad,
     Generation,
+    Preempted,
     RefusalReason,
     ReplicaId,
     ReplicaReport,
     ReplicaState,
     RouterId,
+    TokenDelta,
 )
+from deployments.held import HeldFeed
 from deployments.marked_work import MarkedWork
 from deployments.move_source import MoveSource
 from deployments.move_target import MoveTarget
@@ -121,6 +125,7 @@ class ReplicaServer:
         self._peers = PeerLinks(identity or Identity("replica", replica_id, b"", generation=generation), config)
         self._leaving = MoveSource(engine, self._peers, self, config)
         self._coming = MoveTarget(engine, self, config)
+        self._held = HeldFeed(engine, clock, self._movable_of, self._post)
 
     @property
     def routers(self) -> int:
@@ -217,9 +222,8 @@ class ReplicaServer:
             self._end_attempt(session, (request.request_id, latest))
         refused = RefusalReason.DRAINING if self._state is ReplicaState.DRAINING else None
         # Each router sees to that for its own; what another sends at the same moment only the replica knows.
-        if refused is None and not may_join(
-            Trial(add.trial), self._marked.strictest_trial(), occupied=bool(self._owner)
-        ):
+        occupied = bool(self._owner) or self._coming.runs
+        if refused is None and not may_join(Trial(add.trial), self._marked.strictest_trial(), occupied=occupied):
             refused = RefusalReason.FULL
         if refused is not None:
             self._adds_unapplied.append((self._adds_sent, session, add.sequence))  # counted with those before it
@@ -269,15 +273,7 @@ class ReplicaServer:
         self._adds_unapplied.extend((self._adds_sent, *granted) for granted in self._granted)
         self._granted.clear()
         for delta in result.deltas:
-            key = (delta.request_id, delta.attempt)
-            session = self._owner.get(key)
-            if session is None:
-                continue  # aborted while the step ran
-            session.outbox.record(delta)
-            self._marked.told(delta)
-            if delta.finish is not None:
-                del self._owner[key]
-                self._released(session, key)
+            self.record(delta)
         for refusal in result.refusals:
             key = (refusal.request_id, refusal.attempt)
             session = self._owner.pop(key, None)
@@ -286,16 +282,29 @@ class ReplicaServer:
                 session.refusals.append(refusal)
                 self._released(session, key)
         for notice in result.preempted:
-            session = self._owner.get((notice.request_id, notice.attempt))
-            if session is not None:
-                session.preempted.append(notice)
-                self._marked.preempted((notice.request_id, notice.attempt))
+            self.record(notice)
         if result.prefixes is not None:
             changed = self._prefixes.apply(result.prefixes)
             for session in self._sessions.values():
                 session.prefixes.changed(changed)
         for session in list(self._sessions.values()):
             self.flush(session, result.load)
+
+    def record(self, made: TokenDelta | Preempted) -> None:
+        """What the engine has said of an attempt, for its router."""
+        key = (made.request_id, made.attempt)
+        session = self._owner.get(key)
+        if session is None:
+            self._coming.made(made)
+        elif isinstance(made, Preempted):
+            session.preempted.append(made)
+            self._marked.preempted(key)
+        else:
+            session.outbox.record(made)
+            self._marked.told(made)
+            if made.finish is not None:
+                del self._owner[key]
+                self._released(session, key)
 
     # --- moves, see move_source.py and move_target.py ---
 
@@ -339,8 +348,13 @@ class ReplicaServer:
             return ImportRefusal.KNOWN
         return "" if may_join(Trial.NONE, self._marked.strictest_trial(), occupied=False) else ImportRefusal.FULL
 
+    def may_begin(self, router_id: RouterId, key: AttemptKey) -> bool:
+        """Whether an attempt that is not granted yet may run here meanwhile."""
+        session = self._sessions.get(router_id)
+        return session is not None and session.latest_attempt.get(key[0], -1) < key[1] and not self.refuses(key)
+
     def arrive(self, router_id: RouterId, grant: Grant) -> str:
-        """The engine is about to have it. Returns why it may not; empty else."""
+        """The engine is about to have it, or has it already. Returns why it may not; empty else."""
         session = self._sessions[router_id]
         latest = session.latest_attempt.get(grant.request_id, -1)
         refusal = ""
@@ -386,6 +400,17 @@ class ReplicaServer:
             others=len(self._sessions) > 1,
             alone=self._marked.alone(session),
         )
+
+    def held(self, load: EngineLoad) -> tuple[HeldRequest, ...] | None:
+        """With a report of `load` to the controller: what it may have moved or taken back."""
+        return self._held.told(load)
+
+    def _movable_of(self, held: HeldAttempt) -> RouterId | None:
+        key = (held.request_id, held.attempt)
+        session = self._owner.get(key)
+        if session is None or key in self._leaving or self._marked.is_tried(key):
+            return None
+        return session.router_id
 
     def _count_applied(self, load: EngineLoad) -> None:
         """Note which adds `load` counts; the engine takes them in the order in which they were sent to it."""

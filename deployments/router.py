@@ -9,7 +9,8 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from deployments.process import configure_logging, controller_finder, settle
+from deployments.garbage import settle
+from deployments.process import configure_logging, controller_finder
 from deployments.router_process import RouterProcess
 from deployments.settings import Instance
 

@@ -28,7 +28,9 @@ from cluster.messages import (
     FromController,
     Gates,
     Granted,
+    Leave,
     Message,
+    Propose,
     Roster,
     RosterEntry,
     RouterStatus,
@@ -75,7 +77,10 @@ class RouterProcess:
         self._pools: dict[str, Pool] = {}
         for name, served in instance.models().items():
             registries[name] = CollectorRegistry()
-            core = RouterCore(profile.router, self._clock, random.Random(), RouterMetrics(registries[name]))
+            scale = served.config.scale
+            wakes = scale is not None and scale.min == 0
+            metrics = RouterMetrics(registries[name])
+            core = RouterCore(profile.router, self._clock, random.Random(), metrics, wakes=wakes)
             self._pools[name] = Pool(
                 served.folder, core, served.config.engine.max_model_len, profile.router, served.config.aliases
             )
@@ -178,7 +183,9 @@ class RouterProcess:
             case Gates(model=name):
                 if name in self.cores:
                     self.cores[name].hear(message)
-            case Granted() | DrainOrder():
+            case Propose():
+                any(core.propose(message) for core in self.cores.values())  # one has that replica, or it is gone
+            case Granted() | DrainOrder() | Leave():
                 pass  # for replicas
 
     async def _keep_link(self, entry: RosterEntry) -> None:
@@ -252,6 +259,8 @@ class RouterProcess:
                 demand = core.demand(name)
                 if demand is not None and self._controller.send(demand):
                     core.told(demand)
+                if (unplaced := core.unplaced(name)) is not None:
+                    self._controller.send(unplaced)
             await asyncio.sleep(DEMAND_PERIOD_S)
 
     def check(self) -> None:

@@ -27,10 +27,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from cluster.config import (
     Auth,
     Config,
+    ControlConfig,
     EngineConfig,
     EngineKind,
     HealthConfig,
     RouterConfig,
+    ScaleConfig,
     TransportConfig,
     is_loopback,
 )
@@ -63,6 +65,11 @@ class Environment(BaseSettings):
     url: str | None = Field(
         None, description="The endpoint that `forebay status` asks; else the instance on this machine."
     )
+    zone: str = Field(
+        "",
+        max_length=256,
+        description="What fails together with this node, beyond the node: a zone, a rack. A replica tells its node's.",
+    )
     api_key: SecretStr | None = Field(None, description="The key that `forebay` presents where an endpoint wants one.")
 
     @property
@@ -94,7 +101,12 @@ class ModelConfig(Config):
     aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="Further names that requests may give it; answers say the first one."
     )
-    replicas: PositiveInt = Field(2, description="Engines, each in a process of its own.")
+    replicas: PositiveInt = Field(
+        2, description="Engines, each in a process of its own; with `scale` as many as there are at the start."
+    )
+    scale: ScaleConfig | None = Field(
+        None, description="Replicas come and go with what is asked of them; none keeps as many as `replicas` says."
+    )
     gpus_per_replica: NonNegativeInt = Field(
         0, le=1, description="GPUs that Ray gives each replica for itself; 0 runs it on the CPU."
     )
@@ -108,6 +120,20 @@ class ModelConfig(Config):
         if self.model is not None and not self.model.expanduser().is_absolute():
             raise ValueError(f"model: {self.model} must be a whole path, for replicas start in other folders")
         return self
+
+    @model_validator(mode="after")
+    def _starts_within_its_scale(self) -> ModelConfig:
+        if self.scale is not None and not max(self.scale.min, 1) <= self.replicas <= self.scale.max:
+            raise ValueError(
+                f"replicas ({self.replicas}) must be between scale.min ({self.scale.min}) and scale.max "
+                f"({self.scale.max}): as many are started first, one at least"
+            )
+        return self
+
+    @property
+    def replicas_max(self) -> int:
+        """What there must be room for."""
+        return self.replicas if self.scale is None else self.scale.max
 
     @model_validator(mode="after")
     def _engine_has_its_device(self) -> ModelConfig:
@@ -150,6 +176,7 @@ class Profile(Config):
     )
     router: RouterConfig = RouterConfig()
     transport: TransportConfig = TransportConfig()
+    control: ControlConfig = ControlConfig()
     health: HealthConfig = HealthConfig()
 
     @model_validator(mode="before")
@@ -259,6 +286,13 @@ def open_models(profile: Profile, folders: Sequence[Path]) -> tuple[ServedModel,
     return served
 
 
+class ServeAccess(Config):
+    """Ray's dashboard, through which Serve is asked and told how many replicas there are."""
+
+    url: str
+    token_path: Path | None = Field(None, description="Ray's token; none where it asks for none.")
+
+
 class Instance(Config):
     """The facts of one running instance that its processes need beside the profile. Paths, never secrets."""
 
@@ -267,6 +301,9 @@ class Instance(Config):
         description="Of each of the profile's models, in their order; whole paths, without links."
     )
     secret_path: Path
+    serve: ServeAccess | None = Field(
+        None, description="Where Serve is told how many replicas there are to be; needed where a model has `scale`."
+    )
     log_level: str = "INFO"
 
     def models(self) -> dict[str, ServedModel]:

@@ -33,7 +33,7 @@ import psutil
 from cluster.model import ModelFolderError
 from deployments.checks import check_gpus, with_port
 from deployments.instances import FOLDER_PREFIX, InstanceState
-from deployments.settings import Environment, Instance, Profile, ServedModel, UsageError, url_of
+from deployments.settings import Environment, Instance, Profile, ServeAccess, ServedModel, UsageError, url_of
 
 _POLL_S = 0.1
 _WATCH_S = 2.0
@@ -92,6 +92,8 @@ class LocalInstance:
         self._ray_processes: dict[str, tuple[int, float]] = {}
         self._handle: Any = None
         self._ray_started = False
+        self._scales = any(model.config.scale is not None for model in models)
+        self._serve: ServeAccess | None = None
         self._stack = contextlib.ExitStack()
         self.interrupts = Interrupts()
         self.urls = tuple(url_of(self._profile.router.host, port) for port in self._profile.ports)
@@ -159,10 +161,11 @@ class LocalInstance:
         before = _children()
         try:
             self._ray_started = True
-            ray.init(
+            context = ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, 2),
-                include_dashboard=False,
+                # Serve is told how many replicas there are to be through it; it takes eleven processes and 208 MB.
+                include_dashboard=self._scales,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 namespace="forebay",
@@ -177,6 +180,8 @@ class LocalInstance:
         finally:
             self._note_children(before)
             self.interrupts.install()
+        if self._scales:
+            self._serve = ServeAccess(url=f"http://{context.dashboard_url}", token_path=token)
         check_gpus(self._profile, ray.cluster_resources())  # type: ignore[no-untyped-call]
         for pid, started in self._children.items():
             for process in _same(pid, started):
@@ -194,10 +199,13 @@ class LocalInstance:
             profile=self._profile,
             model_folders=tuple(model.folder.path for model in self._models),
             secret_path=self._folder / "secret",
+            serve=self._serve,
             log_level=self._environment.log_level,
         )
         serve.start(proxy_location="Disabled")
-        target = serve.RunTarget(target=build(instance), name=APPLICATION, route_prefix=None)
+        target = serve.RunTarget(
+            target=build(instance), name=APPLICATION, route_prefix=None, external_scaler_enabled=self._scales
+        )
         (self._handle,) = serve.run_many([target], wait_for_applications_running=False)
         limit_s = self._profile.health.start_timeout_s
         self._awaited = self._loaded({})

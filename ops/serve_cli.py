@@ -147,7 +147,8 @@ def _announce(out: Console, urls: Sequence[str], models: Sequence[ServedModel], 
 
 def _made_of(model: ServedModel) -> str:
     config = model.config
-    return f"{counted(config.replicas, 'replica')}, engine {config.engine.kind}, {config.engine.dtype}"
+    scale = "" if config.scale is None else f" (with the load {config.scale.min} to {config.scale.max})"
+    return f"{counted(config.replicas, 'replica')}{scale}, engine {config.engine.kind}, {config.engine.dtype}"
 
 
 def status(

@@ -46,7 +46,7 @@ def simulate(
         float, typer.Option(metavar="X", min=0.001, help="Without --load: so many times the traffic of the trace.")
     ] = 1.0,
     policy: Annotated[
-        str, typer.Option(metavar="NAME,NAME,…", help="forebay, round-robin, least-load, llumnix (without migration).")
+        str, typer.Option(metavar="NAME,NAME,…", help="forebay, round-robin, least-load, llumnix.")
     ] = "forebay",
     duration: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="So long requests arrive; it ends when all have ended.")
@@ -77,8 +77,10 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="KIND@AT+FOR:NUMBER,…",
-            help="replica_death, node_loss, link_break, reports_lost, reports_late, reports_doubled, controller_restart "
-            "or slow_clients; seconds, and the number of the replica or node.",
+            help="replica_death, node_loss, link_break, reports_lost, reports_late, reports_doubled, controller_restart, "
+            "slow_clients, drain or node_drain; seconds, and the number of the replica or node. Of the next move that "
+            "comes to POINT in the place of NUMBER: move_source_death, move_target_death, move_link_break, "
+            "move_source_unlinked, move_target_unlinked.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", help="The same seed gives the same run, to the last event.")] = 0,
@@ -93,7 +95,8 @@ def simulate(
     """Simulate a cluster under a recorded load: latencies, goodput and what the GPUs do, in virtual time.
 
     Router, queue, placement, engine, scheduler, KV pool and prefix cache are the real ones; a step takes as long as on an
-    A100 (bf16). The policies other than forebay replace the choice of the replica alone.
+    A100 (bf16). What moves takes the time of a network of 200 Gb/s. The policies other than forebay replace the choice of
+    the replica and the controller's proposals; llumnix moves requests by its own.
 
     Objectives: interactive TTFT 500 ms + 2 × own prefill, TPOT 30 ms; standard 2 s + 2 × own prefill, 100 ms.
     Goodput = requests that meet both ÷ duration. Its bound is what no policy could pass (ops/sim/bound.py).
@@ -239,6 +242,8 @@ def _context(study: Study, gpu: str, trace: Path, batch: Path | None, results: M
         "step_times": a100().source,
         "host_overhead_ms_per_step": a100().host_overhead_ms_per_step,
         "host_overhead_ms_per_request": a100().host_overhead_ms_per_request,
+        "network_bytes_per_s": a100().network_bytes_per_s,
+        "copy_bytes_per_s": a100().copy_bytes_per_s,
         "trace": trace.name,
         "classes": {service: study.mix.classes[service] for service in sorted(services)},
         "shares": dict(study.mix.shares),
@@ -252,7 +257,7 @@ def _context(study: Study, gpu: str, trace: Path, batch: Path | None, results: M
         "slots": study.engine.slots,
         "step_token_budget": study.engine.step_token_budget,
         "blocks": study.engine.blocks,
-        "faults": [f"{f.kind}@{f.at_s:g}+{f.for_s:g}:{f.number}" for f in study.faults],
+        "faults": [f"{f.kind}@{f.at_s:g}+{f.for_s:g}:{f.point or f.number}" for f in study.faults],
         "event_log_sha256": hashes if len(hashes) > 1 else next(iter(hashes.values())),
     }
 
@@ -271,7 +276,7 @@ def _show(parts: Mapping[str, Sequence[ReportRow]], study: Study, gpu: str, out:
         return format_number(rows[name].value) + (f" ± {format_number(spread.value)}" if spread is not None else "")
 
     units = {name: next(rows[name].unit for rows in tables.values() if name in rows) for name in names}
-    notes = [f"One {gpu} a replica, modelled. Arrivals of {study.duration_s:g} s; all were served to their ends."]
+    notes = [f"One {gpu} a replica, modelled. Arrivals of {study.duration_s:g} s, served to their ends."]
     if study.load is not None:
         notes.append(f"Load {study.load:g} of {format_number(study.saturated_rps)} requests/s a replica, under FCFS.")
     judged = ", ".join(f"{n} TTFT {o.ttft_s:g} s + 2 × own prefill, TPOT {o.tpot_s:g} s" for n, o in OBJECTIVES.items())
@@ -279,7 +284,7 @@ def _show(parts: Mapping[str, Sequence[ReportRow]], study: Study, gpu: str, out:
         out,
         ("", *tables, "unit"),
         [(name, *(cell(rows, name) for rows in tables.values()), units[name]) for name in names],
-        notes=(*notes, f"Objectives: {judged}. No policy moves running requests yet."),
+        notes=(*notes, f"Objectives: {judged}."),
     )
 
 

@@ -55,14 +55,24 @@ class Arrivals:
         self._place = place
         self._drains = {c.name: DrainRate(now_s) for c in config.classes}
         self._drain_of_all = DrainRate(now_s)
+        self._asleep = False
         self.times = ServiceTimes()
 
     # --- what is measured ---
 
     def waits(self, priority_class: str, now_s: float) -> None:
         """The queue has changed."""
-        self._drains[priority_class].waits(now_s, self._queue.of_class(priority_class).requests > 0)
-        self._drain_of_all.waits(now_s, len(self._queue) > 0)
+        waits = not self._asleep and self._queue.of_class(priority_class).requests > 0
+        self._drains[priority_class].waits(now_s, waits)
+        self._drain_of_all.waits(now_s, not self._asleep and len(self._queue) > 0)
+
+    def look(self, now_s: float) -> None:
+        """Every 100 ms: what waits for a replica to be started does not say how fast a queue drains."""
+        asleep = self._fleet.asleep(now_s)
+        if asleep is not self._asleep:
+            self._asleep = asleep
+            for name in self._drains:
+                self.waits(name, now_s)
 
     def left(self, priority_class: str, service: int, now_s: float) -> None:
         """Something that had waited has been sent out."""

@@ -17,7 +17,7 @@ from typing import assert_never
 import msgspec
 
 from cluster.config import RouterConfig
-from cluster.messages import BandStatus, Gates, RouterDemand, StepFrame, Unroutable
+from cluster.messages import BandStatus, Gates, Propose, RouterDemand, StepFrame, Unplaced, Unroutable
 from cluster.ports import Clock, ReplicaPort
 from cluster.types import (
     FinishReason,
@@ -33,6 +33,7 @@ from cluster.types import (
     TokenDelta,
 )
 from router.admission import Reject
+from router.controlled import Controlled
 from router.dispatch import Dispatcher
 from router.endings import Endings
 from router.explain import Explanation
@@ -54,7 +55,10 @@ _log = logging.getLogger("forebay.router")
 class RouterCore:
     """Implements `ports.ReplicaListener`."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, rng: random.Random, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, config: RouterConfig, clock: Clock, rng: random.Random, metrics: RouterMetrics, *, wakes: bool = False
+    ) -> None:
+        """`wakes`: where the model has no replica, one is started for a request that waits."""
         self._config = config
         self.clock = clock
         self._rng = rng
@@ -62,7 +66,7 @@ class RouterCore:
         now_s = clock.monotonic()
         self._classes = {c.name: c for c in config.classes}
         metrics.name_tenants(t.name for t in config.tenants)
-        self._fleet = Fleet(config)
+        self._fleet = Fleet(config, wakes=wakes)
         self._live: dict[RequestId, Live] = {}
         self._dispatcher = Dispatcher(config, now_s, rng, metrics, self._fleet, self._live)
         self._endings = Endings(config, clock, metrics, self._fleet, self._dispatcher, self._live)
@@ -72,6 +76,7 @@ class RouterCore:
         parts = self._fleet, self._dispatcher, self._endings
         self._losses = Losses(config, rng, metrics, *parts, self._live)
         self._moves, self._mover = self._endings.moves, Mover(config, rng, metrics, *parts, self._losses, self._live)
+        self._controlled = Controlled(config, rng, metrics, *parts, self._losses, self._mover, self._live)
         self._retiring = self._refusing = False
         self._steady: dict[Account, int] = {}
         """Tokens that have come, and are not counted yet."""
@@ -81,7 +86,8 @@ class RouterCore:
     @property
     def ready(self) -> bool:
         """Whether new work has somewhere to go."""
-        return not self._retiring and self._fleet.routable(self.clock.monotonic())
+        now_s = self.clock.monotonic()
+        return not self._retiring and (self._fleet.routable(now_s) or self._fleet.asleep(now_s))
 
     def submit(self, members: Sequence[tuple[Request, Stream]], terms: Terms = NO_TERMS) -> None:
         """Take the choices of one client's request, which are alike but for their ids: all are let in, or none.
@@ -173,6 +179,22 @@ class RouterCore:
         self._dispatcher.hear(gates, now_s)
         self._pump(now_s)
 
+    # --- the controller ---
+
+    def unplaced(self, model: str) -> Unplaced | None:
+        """With each demand, after it: the first of the queue, while no replica has room for it."""
+        return self._controlled.unplaced(model, self.clock.monotonic())
+
+    def propose(self, propose: Propose) -> bool:
+        """The controller would have a request leave its replica. False where that is none of this core's."""
+        source = self._fleet.current(propose.source, propose.source_generation)
+        if source is None:
+            return False
+        now_s = self._begin()
+        self._controlled.heard(propose, source, now_s)
+        self._pump(now_s)
+        return True
+
     # --- the replicas' side ---
 
     def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> bool:
@@ -249,6 +271,7 @@ class RouterCore:
         self._expire(now_s)
         self._fleet.reopen(now_s)
         self._fleet.look(now_s)
+        self._dispatcher.arrivals.look(now_s)
         self._mover.tick(now_s)
         self._pump(now_s)
         if gauges:

@@ -35,7 +35,7 @@ from router.routing import NO_FAVOUR, Need, Placement
 from router.share import MinimumShares
 from router.suspects import Trial
 from router.terms import Terms
-from router.view import Replica, Reservation
+from router.view import Condition, Replica, Reservation
 
 HABIT = 1e-6
 """Of a capacity: what decides between equals alone."""
@@ -198,6 +198,19 @@ class Dispatcher:
             self._shares.sent(sent, self._heads(), self._sharers)
         self._show_gate(now_s)
 
+    def without_place(self, now_s: float) -> Live | None:
+        """The first, where no replica has room for it; None where it waits for anything else: a gate, or a replica that it
+        may be tried on, or any at all."""
+        head = self.queue.peek()
+        if head is None or not self.gates.lets_out(head.priority, now_s):
+            return None
+        live, placement = self._place(head, now_s)
+        if placement is not None or live.suspicion is not None:
+            return None
+        views = (replica.view(self._config, now_s) for replica in self._fleet)
+        takes_work = any(v.condition is Condition.ROUTABLE and v.trial is not Trial.ALONE for v in views)
+        return live if takes_work else None
+
     def _room_for(self, waiting: Waiting, now_s: float) -> Place:
         if not self._fleet.routable(now_s):
             return Place(False, False, False)
@@ -350,6 +363,9 @@ class Dispatcher:
         live.prompt_charge -= saved
         self.arrivals.times.first_token(len(live.request.prompt_ids), now_s - live.sent_s)
         self._metrics.first_token(live.priority_class.name, now_s - live.arrived_s)
+        slo_s = live.priority_class.first_token_slo_s
+        if slo_s is not None:
+            self.gates.first_token(live.priority_class.name, in_time=now_s - live.arrived_s <= slo_s)
 
     def tokens(self, live: Live, replica: Replica, count: int) -> None:
         """So many tokens of it have come: it runs, and its reservation is no smaller than what it fills."""

@@ -103,8 +103,10 @@ class _Blocked:
 class Fleet:
     """The current incarnation of each replica."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, *, wakes: bool = False) -> None:
+        """`wakes`: where there is none, one is started for a request that waits."""
         self._config = config
+        self._wakes = wakes
         self._replicas: dict[ReplicaId, Replica] = {}
         self._changed: dict[ReplicaId, None] = {}
         """Replicas that have changed since anybody asked."""
@@ -188,6 +190,10 @@ class Fleet:
         """Whether new work can be sent to any."""
         return any(r.condition(self._config, now_s) is Condition.ROUTABLE for r in self)
 
+    def asleep(self, now_s: float) -> bool:
+        """Whether none takes work until one is started, or comes back."""
+        return self._wakes and not self.routable(now_s)
+
     def look(self, now_s: float) -> None:
         """Every 100 ms: take note of whether any takes work."""
         if self.routable(now_s):
@@ -202,7 +208,7 @@ class Fleet:
     def leaving(self, now_s: float) -> bool:
         """Whether none takes work or may come back to taking it, and none that may replace them has come for a while: in a
         rollout the next may be known to others already."""
-        if not all(r.condition(self._config, now_s) is Condition.DRAINING for r in self):
+        if self._wakes or not all(r.condition(self._config, now_s) is Condition.DRAINING for r in self):
             return False
         return now_s - self._took_work_s >= self._config.no_replica_grace_s
 

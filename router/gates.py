@@ -19,7 +19,17 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cluster.control.gates import EXPIRES_S
-from cluster.messages import BandDemand, BandLevel, Gate, Gates, RouterDemand, RouterService, TenantService, Waiter
+from cluster.messages import (
+    BandDemand,
+    BandLevel,
+    FirstTokens,
+    Gate,
+    Gates,
+    RouterDemand,
+    RouterService,
+    TenantService,
+    Waiter,
+)
 from cluster.types import RequestId, RouterId
 from router.bands import FairShares
 from router.queue import BandQueue, Waiting
@@ -69,6 +79,8 @@ class GateKeeper:
         self._open: dict[RequestId, float] = {}
         """Service over the tenant's weight of each open attempt."""
         self._open_service = 0.0
+        self._first_tokens: dict[str, list[int]] = {}
+        """By class, those in time and those late."""
         self._sent_told = 0
         self._sent_per_s = 0.0
         self._told_s = now_s
@@ -106,6 +118,11 @@ class GateKeeper:
         service = self._open.pop(request_id, 0.0)
         self._open_service = self._open_service - service if self._open else 0.0
 
+    def first_token(self, priority_class: str, *, in_time: bool) -> None:
+        """A request of a class with an aim for it has had its first token."""
+        counts = self._first_tokens.setdefault(priority_class, [0, 0])
+        counts[0 if in_time else 1] += 1
+
     # --- what is told ---
 
     def demand(self, model: str, place: Callable[[Waiting], Place], now_s: float) -> RouterDemand | None:
@@ -124,7 +141,7 @@ class GateKeeper:
         head = self._queue.peek()
         found = None if head is None else place(head)
         waiting = head is not None and found is not None and found.reached
-        if not waiting and not self._told_waiting and not service:
+        if head is None and not self._told_waiting and not service:
             return None
         self._look_at(head, found, now_s)
         return RouterDemand(
@@ -139,12 +156,15 @@ class GateKeeper:
             sent_service=self._sent_service,
             open_service=self._open_service,
             service=service,
+            queued=sum(charge.requests for _, charge in self._queue.bands()),
+            queued_service=sum(charge.service for _, charge in self._queue.bands()),
+            first_tokens=tuple(FirstTokens(name, *counts) for name, counts in self._first_tokens.items()),
         )
 
     def told(self, demand: RouterDemand) -> None:
         """It is on its way to the controller."""
         self._number = demand.number + 1
-        self._told_waiting = bool(demand.heads)
+        self._told_waiting = demand.queued > 0
         for s in demand.service:
             band = self._tenants.known(s.priority)
             if band is not None:

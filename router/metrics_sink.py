@@ -17,6 +17,7 @@ from cluster.types import EngineLoad, Outcome, PreemptionMeans, RefusalReason, R
 from router.errors import ApiError
 from router.moving import MoveOutcome
 from router.outliers import Fault
+from router.proposals import Verdict
 from router.view import Condition, ReplicaView
 
 REPLICA_GAUGES: tuple[tuple[Metric, Callable[[EngineLoad], int]], ...] = (
@@ -76,6 +77,7 @@ class RouterMetrics:
         self._served_others = self._served.labels(names.OTHER_TENANTS)
         self._served_to: dict[str, Counter] = {}
         self._preemptions, self._continued = counter(names.PREEMPTIONS), counter(names.CONTINUED)
+        self._proposals = counter(names.PROPOSALS)
         self._moves, self._move_pause = counter(names.MOVES), histogram(names.MOVE_PAUSE)
         self._over_stated = histogram(names.OUTPUT_OVER_STATED, RATIO_BUCKETS)
         self._engine_deaths, self._suspects = counter(names.ENGINE_DEATHS), gauge(names.SUSPECTS)
@@ -130,6 +132,10 @@ class RouterMetrics:
 
     def move_paused(self, pause_seconds: float) -> None:
         self._move_pause.observe(pause_seconds)
+
+    def proposed(self, verdict: Verdict) -> None:
+        """What became of a proposal."""
+        self._proposals.labels(verdict.value).inc()
 
     def engine_died(self) -> None:
         self._engine_deaths.inc()

@@ -21,7 +21,7 @@ from router.fleet import Fleet
 from router.live import Live
 from router.losses import Losses
 from router.metrics_sink import RouterMetrics
-from router.moves import Move
+from router.moves import NO_FIGURES, Move
 from router.moving import MoveOutcome, Stage, Standing, Then, judge
 from router.relocate import Resident, place_to_go, who_leaves
 from router.suspects import Trial
@@ -95,19 +95,28 @@ class Mover:
             begun=live.first_token_s is not None,
             reported=held.sequence <= source.report.applied_sequence,
             parked=held.parked,
-            movable=self._book.of(request_id) is None and self._whole(live) and not live.journal.complete,
+            movable=self._book.of(request_id) is None and self.is_whole(live) and not live.journal.complete,
         )
 
-    def _whole(self, live: Live) -> bool:
+    def is_whole(self, live: Live) -> bool:
+        """Whether nothing else is open about it."""
         return live.suspicion is None and live.request.request_id not in self._gaps and not live.journal.awaits_prompt
 
-    def begin(self, live: Live, target: Replica, blocks: int, why: str, now_s: float) -> None:
-        """Have its attempt moved to `target`, which has room for it."""
+    def begin(
+        self,
+        live: Live,
+        target: Replica,
+        blocks: int,
+        why: str,
+        now_s: float,
+        figures: Mapping[str, float] = NO_FIGURES,
+    ) -> None:
+        """Have its attempt moved to `target`, which has room for it. `figures` are what that was decided by."""
         request_id, attempt = live.request.request_id, live.journal.attempt
         assert live.replica_id is not None
         assert attempt is not None
         source, number = self._fleet[live.replica_id], live.journal.promise()
-        self._book.add(Move(live, source, target, attempt, number, why, now_s + self._config.move_timeout_s))
+        self._book.add(Move(live, source, target, attempt, number, why, figures, now_s + self._config.move_timeout_s))
         target.expect(request_id, Reservation(number, _NOT_SENT, live.request.priority, blocks))
         source.port.move(request_id, attempt, number, target.port.entry)
 
@@ -133,7 +142,7 @@ class Mover:
             and live.replica_id == replica.replica_id
             and live.journal.attempt == notice.attempt,
             tokens=0 if live is None else live.journal.next_index,
-            whole=live is not None and self._whole(live),
+            whole=live is not None and self.is_whole(live),
             target_takes=move is not None and self._takes(move.target, now_s),
         )
         then = judge(notice, found)
@@ -191,6 +200,7 @@ class Mover:
         live.decided(
             now_s,
             "moved",
+            move.figures,
             replica=move.target.replica_id,
             why=f"from {move.source.replica_id}: {move.why}",
             attempt=move.number,
@@ -203,7 +213,10 @@ class Mover:
     def _stays(self, move: Move, outcome: MoveOutcome, why: str, now_s: float) -> None:
         self._book.off(move, outcome, now_s + REST_S)
         replica = move.source.replica_id
-        move.live.decided(now_s, "stays", replica=replica, why=why, emitted=move.live.journal.next_index)
+        whither = f"to {move.target.replica_id}: {move.why}; {why}"
+        move.live.decided(
+            now_s, "stays", move.figures, replica=replica, why=whither, emitted=move.live.journal.next_index
+        )
 
     def _call_off(self, move: Move, why: str, now_s: float) -> None:
         self._stays(move, MoveOutcome.CALLED_OFF, why, now_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cluster.types import ReplicaId, RequestId
@@ -18,6 +18,7 @@ from router.metrics_sink import RouterMetrics
 from router.moving import MoveOutcome, Stage
 from router.view import Replica
 
+NO_FIGURES: Mapping[str, float] = {}
 _UNDER_WAY = (Stage.ASKED, Stage.GRANTED)
 
 
@@ -33,6 +34,8 @@ class Move:
     number: int
     """Of the attempt that it becomes on the target."""
     why: str
+    figures: Mapping[str, float]
+    """What it was decided by."""
     until_s: float
     """What is awaited comes by then, or the move ends; once it is off, no other is tried before."""
     stage: Stage = Stage.ASKED

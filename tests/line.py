@@ -42,6 +42,7 @@ class Line:
     url: str
     model: ModelFolder
     router: RouterProcess
+    controller: ControllerServer
     replicas: list[ReplicaProcess]
     acceptor: Acceptor
     client: httpx.AsyncClient
@@ -108,7 +109,7 @@ async def running_line(
     instance = Instance(profile=profile, model_folders=paths, secret_path=secret_path)
     served = instance.models()
 
-    server = ControllerServer(instance.secret(), SystemClock())
+    server = ControllerServer(instance.secret(), SystemClock(), control=instance.profile.control)
     decode = msgspec.msgpack.Decoder(ToController).decode
     acceptor = Acceptor(server.identity, ROLES, decode, server.accept, profile.transport)
     address = await acceptor.listen("127.0.0.1", 0, instance.secret())
@@ -135,6 +136,6 @@ async def running_line(
         stack.push_async_callback(router.close)
         await router.start()
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=router.url, timeout=60))
-        line = Line(router.url, each[0], router, replicas, acceptor, client, find)
+        line = Line(router.url, each[0], router, server, replicas, acceptor, client, find)
         await until(lambda: line.ready_replicas(), lambda ready: ready == len(each))
         yield line

@@ -13,11 +13,12 @@ from cluster.ports import Backend, Row, RowOutput
 
 
 class PaddedBackend:
-    """A real backend whose steps take at least `step_s`."""
+    """A real backend whose steps take at least `step_s`, and `row_s` more for each row of the batch."""
 
-    def __init__(self, inner: Backend, step_s: float) -> None:
+    def __init__(self, inner: Backend, step_s: float, row_s: float = 0.0) -> None:
         self._inner = inner
         self._step_s = step_s
+        self._row_s = row_s
         self.vocab_size = inner.vocab_size
         self.kv_block_bytes = inner.kv_block_bytes
         self.kv_format = inner.kv_format
@@ -26,7 +27,7 @@ class PaddedBackend:
         self.load_blocks = inner.load_blocks
 
     def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> Sequence[RowOutput]:
-        ends = time.monotonic() + self._step_s
+        ends = time.monotonic() + self._step_s + self._row_s * len(rows)
         outputs = self._inner.run(rows, padding_tokens)
         time.sleep(max(0.0, ends - time.monotonic()))
         return outputs

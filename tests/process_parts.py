@@ -2,7 +2,7 @@
 
     python -m tests.process_parts controller INSTANCE_FILE [PORT]
     python -m tests.process_parts router INSTANCE_FILE CONTROLLER_PORT
-    python -m tests.process_parts replica INSTANCE_FILE CONTROLLER_PORT REPLICA_ID STEP_MS
+    python -m tests.process_parts replica INSTANCE_FILE CONTROLLER_PORT REPLICA_ID STEP_MS ROW_MS
 
 Owns: the processes, what SIGTERM means to a router and a replica that Ray does not run (it drains, the next one ends it
 at once), and the faults that a replica's engine can be told to have. Each says one line once it can be used and
@@ -36,6 +36,7 @@ from cluster.model import ModelFolder
 from cluster.ports import Backend, EnginePort, Row, RowOutput, StepResult
 from cluster.types import ReplicaId
 from deployments.controller_server import ROLES, ControllerServer
+from deployments.garbage import settle
 from deployments.replica_process import ReplicaProcess
 from deployments.router_process import RouterProcess
 from deployments.settings import Instance
@@ -86,8 +87,8 @@ Told = Hold | Freeze | Drain | HoldMoves | UntilMoveHeld
 class FaultyBackend(PaddedBackend):
     """Its steps can be held, and a prompt can kill it."""
 
-    def __init__(self, inner: Backend, step_s: float) -> None:
-        super().__init__(inner, step_s)
+    def __init__(self, inner: Backend, step_s: float, row_s: float) -> None:
+        super().__init__(inner, step_s, row_s)
         self._changed = threading.Condition()
         self._held_at: int | None = None
 
@@ -174,7 +175,7 @@ class FaultyRunner(EngineRunner):
 
 
 async def controller(instance: Instance, at_port: int) -> None:
-    server = ControllerServer(instance.secret(), SystemClock())
+    server = ControllerServer(instance.secret(), SystemClock(), control=instance.profile.control)
     decode = msgspec.msgpack.Decoder(ToController).decode
     acceptor = Acceptor(server.identity, ROLES, decode, server.accept, instance.profile.transport)
     _, port = await acceptor.listen("127.0.0.1", at_port, instance.secret())
@@ -219,7 +220,7 @@ async def router(instance: Instance, controller_port: int) -> None:
     await until_told_to_leave(process)
 
 
-async def replica(instance: Instance, controller_port: int, replica_id: ReplicaId, step_s: float) -> None:
+async def replica(instance: Instance, controller_port: int, replica_id: ReplicaId, step_s: float, row_s: float) -> None:
     from cluster.engine.torch.backend import TorchBackend
     from cluster.engine.torch.build import prepare_process
 
@@ -231,12 +232,13 @@ async def replica(instance: Instance, controller_port: int, replica_id: ReplicaI
 
     def load(model: ModelFolder) -> EnginePort:
         nonlocal backend, runner
-        backend = FaultyBackend(TorchBackend(model, config), step_s)
+        backend = FaultyBackend(TorchBackend(model, config), step_s, row_s)
         runner = FaultyRunner(engine_over(backend, model, config), loop)
         return runner
 
     process = ReplicaProcess(instance, served.folder, replica_id, find_at(controller_port), load, _die)
     await process.start("127.0.0.1")
+    settle()
     await process.meet_routers()
     say(Listening(()))
     decode = msgspec.json.Decoder(Told).decode
@@ -280,8 +282,9 @@ def main(role: str, instance_file: str, *rest: str) -> None:
         (controller_port,) = rest
         uvloop.run(router(instance, int(controller_port)))
     else:
-        controller_port, replica_id, step_ms = rest
-        asyncio.run(replica(instance, int(controller_port), ReplicaId(replica_id), float(step_ms) / 1000))
+        controller_port, replica_id, *times_ms = rest
+        step_s, row_s = (float(ms) / 1000 for ms in times_ms)
+        asyncio.run(replica(instance, int(controller_port), ReplicaId(replica_id), step_s, row_s))
 
 
 if __name__ == "__main__":

@@ -127,9 +127,9 @@ class ReplicaPart(Process):
 class Cluster:
     """A running line. `client` asks its first router."""
 
-    def __init__(self, instance_file: Path, step_s: float, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(self, instance_file: Path, step_s: float, row_s: float, stack: contextlib.AsyncExitStack) -> None:
         self._instance_file = str(instance_file)
-        self._step_s = step_s
+        self._times_ms = str(step_s * 1000), str(row_s * 1000)
         self._stack = stack
         self._controller_port = 0
         self._replicas_made = 0
@@ -181,7 +181,7 @@ class Cluster:
         """One more, or one by the name of one that has gone; returns when the routers have met it."""
         if not replica_id:
             replica_id, self._replicas_made = f"replica-{self._replicas_made}", self._replicas_made + 1
-        role = ("replica", self._instance_file, str(self._controller_port), replica_id, str(self._step_s * 1000))
+        role = ("replica", self._instance_file, str(self._controller_port), replica_id, *self._times_ms)
         replica = ReplicaPart(replica_id, self.command("tests.process_parts", *role))
         self._stack.callback(replica.close)
         await replica.begun()
@@ -222,12 +222,13 @@ async def running_cluster(
     folder: Path,
     *,
     step_s: float,
+    row_s: float = 0.0,
     replicas: int = 2,
     routers: int = 1,
     port: int = 0,
 ) -> AsyncIterator[Cluster]:
-    """Start `profile`, whose one model is `model`, with so many replicas and routers and steps of `step_s`; its secret is
-    kept in `folder`. The routers listen on `port` and those after it, which others can then take over, or on free ones."""
+    """Start `profile`, whose one model is `model`, with so many replicas and routers, and steps of `step_s` and `row_s` for
+    each request that runs; its secret is kept in `folder`. The routers listen on `port` and those after it, which others can then take over, or on free ones."""
     secret_path, instance_file = folder / "secret", folder / "instance.json"
     secret_path.write_text("0123456789abcdef" * 4)
     router = profile.router.model_copy(update={"port": port})
@@ -235,6 +236,6 @@ async def running_cluster(
     instance = Instance(profile=profile, model_folders=(model.path,), secret_path=secret_path)
     instance_file.write_text(instance.model_dump_json())
     async with contextlib.AsyncExitStack() as stack:
-        cluster = Cluster(instance_file, step_s, stack)
+        cluster = Cluster(instance_file, step_s, row_s, stack)
         await cluster.start(replicas, routers)
         yield cluster

@@ -51,7 +51,7 @@ class EngineBrokenError(RuntimeError):
     """The backend fails again and again; the engine cannot go on."""
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """One request's part of a step that is about to run."""
 
     live: Live
@@ -175,10 +175,9 @@ class Engine:
             self._note(plan)
             chunks = [chunk for chunk in plan.chunks if chunk.sequence not in kept_out]
             if chunks:
-                parts = self._parts(chunks)
-                ran = self._run(parts, plan.padding_tokens)
-                preempted.extend(self._shed(parts, ran))
-                deltas.extend(self._commit(parts, ran))
+                shed, made = self._run_chunks(chunks, plan.padding_tokens)
+                preempted.extend(shed)
+                deltas.extend(made)
             elif not preempted and not kept_out:
                 self._wait_for_moves()
         return self.result(tuple(deltas), tuple(preempted))
@@ -309,22 +308,26 @@ class Engine:
         """Equal as long as nothing has happened that could let a plan do more: no block freed, nobody come or gone."""
         return self.pool.epoch, self._book.changes
 
-    def _parts(self, chunks: Sequence[Chunk]) -> list[_Part]:
-        parts: list[_Part] = []
-        for state, tokens, blocks, draws in chunks:
-            if blocks:
-                self._memory.grow(state, blocks)
-                self._book.grown(state, blocks)
-            end = state.computed + tokens
-            if draws is not (end == state.tokens) or tokens < 1:
-                raise IntegrityError("a chunk is not what is left to run of its sequence")
-            live = self._book.of(state)
-            parts.append(_Part(live, tokens, live.row(tokens, draws, self._memory.table(state, end))))
-        return parts
-
     # --- running and committing it ---
 
-    def _run(self, parts: Sequence[_Part], padding_tokens: int) -> Ran:
+    def _run_chunks(self, chunks: Sequence[Chunk], padding_tokens: int) -> tuple[list[Preempted], list[TokenDelta]]:
+        """Returns who did not fit in memory, and what was made."""
+        parts = [self._part(chunk) for chunk in chunks]
+        ran = self._run(parts, padding_tokens)
+        return self._shed(parts, ran), self._commit(parts, ran)
+
+    def _part(self, chunk: Chunk) -> Part:
+        state, tokens, blocks, draws = chunk
+        if blocks:
+            self._memory.grow(state, blocks)
+            self._book.grown(state, blocks)
+        end = state.computed + tokens
+        if draws is not (end == state.tokens) or tokens < 1:
+            raise IntegrityError("a chunk is not what is left to run of its sequence")
+        live = self._book.of(state)
+        return Part(live, tokens, live.row(tokens, draws, self._memory.table(state, end)))
+
+    def _run(self, parts: Sequence[Part], padding_tokens: int) -> Ran:
         last_first = sorted(range(len(parts)), key=lambda i: parts[i].live.state.key, reverse=True)
         ran = run_batch(self._backend, [part.row for part in parts], last_first, padding_tokens)
         self._count.padding_tokens += padding_tokens
@@ -339,7 +342,7 @@ class Engine:
             ) from ran.error
         return ran
 
-    def _shed(self, parts: Sequence[_Part], ran: Ran) -> list[Preempted]:
+    def _shed(self, parts: Sequence[Part], ran: Ran) -> list[Preempted]:
         """Preempt what did not fit in memory, and plan smaller steps."""
         preempted = [self._preempt(Preemption(parts[i].live.state, None)) for i in ran.shed]
         if ran.shed:
@@ -348,7 +351,7 @@ class Engine:
             self._limits.fitted()
         return preempted
 
-    def _commit(self, parts: Sequence[_Part], ran: Ran) -> list[TokenDelta]:
+    def _commit(self, parts: Sequence[Part], ran: Ran) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
         for i, part in enumerate(parts):
             if (output := ran.outputs.get(i)) is not None:
@@ -360,7 +363,7 @@ class Engine:
                 deltas.append(self._finish(part.live, part.live.end(FinishReason.ERROR, why)))
         return deltas
 
-    def _commit_row(self, part: _Part, output: RowOutput) -> TokenDelta | None:
+    def _commit_row(self, part: Part, output: RowOutput) -> TokenDelta | None:
         live, tokens, row = part
         state = live.state
         state.computed += tokens

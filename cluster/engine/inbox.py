@@ -23,7 +23,9 @@ C = TypeVar("C")
 """How an engine makes a call."""
 
 CALLS_MAX = 64
-"""Calls about moves that may be waiting or under way."""
+"""Calls that may be waiting or under way."""
+NOBODY: Identity = (RequestId(""), 0)
+"""For a call that is about no attempt in particular."""
 
 
 class EngineStoppedError(RuntimeError):

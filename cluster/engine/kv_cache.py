@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -201,16 +202,16 @@ class BlockPool(Generic[K]):
                 references are not its tables; hashes and blocks do not match; a table is shorter than its sequence,
                 belongs to nobody, or is missing.
         """
-        held = Counter(block for table in self._tables.values() for block in table)
+        held = Counter(chain.from_iterable(self._tables.values()))
         places = [*self._free, *self._cached, *held]
-        if len(places) != self.blocks_total or set(places) != set(range(self.blocks_total)):
+        if sorted(places) != list(range(self.blocks_total)):
             raise IntegrityError(
                 f"{len(self._free)} free + {len(self._cached)} cached + {len(held)} used blocks are not "
                 f"{self.blocks_total}, or a block is in two places"
             )
         if any(len(set(table)) != len(table) for table in self._tables.values()):
             raise IntegrityError("a block is in one table twice")
-        if any(refs != held[block] for block, refs in enumerate(self._refs)):
+        if {block: refs for block, refs in enumerate(self._refs) if refs} != held:
             raise IntegrityError("a block's references are not the tables that it is in")
         self._check_hashes()
         if self._tables.keys() != tokens_held.keys():

@@ -178,9 +178,9 @@ class KvMemory:
         full = live.state.computed // self._block_size
         if full <= live.registered or not self._keeps_prefixes:
             return
-        table = self.pool.table(live.state.identity)
-        for index in range(live.registered, full):
-            self.pool.register(table[index], live.hashes.of(index, live.tokens))
+        blocks = self.pool.table(live.state.identity)[live.registered : full]
+        for block, prefix_hash in zip(blocks, live.hashes.between(live.registered, full, live.tokens), strict=True):
+            self.pool.register(block, prefix_hash)
         live.registered = full
 
     def take_prefix_change(self) -> PrefixChange | None:

@@ -14,11 +14,12 @@ import msgspec
 
 from cluster.config import EngineConfig
 from cluster.engine.book import Book
+from cluster.engine.held import worth_weighing
 from cluster.engine.intake import Intake
 from cluster.engine.kv_memory import KvMemory
 from cluster.engine.live import Live
 from cluster.engine.scheduling.sequence import Identity
-from cluster.ports import NO_KV, Backend, ImportRefusal
+from cluster.ports import NO_KV, Backend, HeldAttempt, ImportRefusal
 from cluster.types import EngineState, RequestId, TokenDelta
 
 
@@ -53,6 +54,11 @@ class Moves:
     @property
     def kv_format(self) -> str:
         return self._backend.kv_format
+
+    def held(self, limit: int) -> tuple[HeldAttempt, ...]:
+        """Of those that run or wait, at most so many, the most worth weighing."""
+        book, shared = self._book, self._memory.shared_blocks
+        return worth_weighing(book.waiting, book.running, limit, lambda state: state.blocks - len(shared(state)))
 
     # --- source ---
 

@@ -33,7 +33,15 @@ def root(tenant: str) -> bytes:
 
 def extend(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of a block: BLAKE2b, 16 bytes, over its parent's hash and its token ids."""
-    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+    return _chained(parent, _packed(token_ids))
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def _chained(parent: bytes, packed_ids: bytes) -> bytes:
+    return blake2b(parent + packed_ids, digest_size=HASH_BYTES).digest()
 
 
 def change_of(changed: Collection[bytes], is_held: Callable[[bytes], bool]) -> PrefixChange | None:
@@ -78,13 +86,14 @@ class PrefixHashes:
 
     def of(self, index: int, tokens: Tokens) -> bytes:
         """The hash of block `index`, of which all tokens must be known; it and those before it are kept."""
-        kept = len(self._packed) // HASH_BYTES
-        if index >= kept:
-            parent = self._at(kept - 1)
-            for i in range(kept, index + 1):
-                parent = self._extend(parent, i, tokens)
-                self._packed += parent
+        self._keep(index + 1, tokens)
         return self._at(index)
+
+    def between(self, first: int, end: int, tokens: Tokens) -> list[bytes]:
+        """Those of blocks `first` … `end` - 1, in the same way."""
+        self._keep(end, tokens)
+        packed = self._packed
+        return [bytes(packed[i : i + HASH_BYTES]) for i in range(first * HASH_BYTES, end * HASH_BYTES, HASH_BYTES)]
 
     def found(self, limit: int, tokens: Tokens, find: Callable[[bytes], int | None]) -> list[int]:
         """Blocks that `find` knows for the beginning of the sequence, `limit` at most."""
@@ -109,6 +118,18 @@ class PrefixHashes:
         """The sequence waits: keep no more than a waiting one may."""
         del self._packed[KEPT_WHILE_WAITING * HASH_BYTES :]
         self.memo = None
+
+    def _keep(self, blocks: int, tokens: Tokens) -> None:
+        """Have the hashes of so many blocks at least."""
+        kept = len(self._packed) // HASH_BYTES
+        if blocks <= kept:
+            return
+        size, parent = self._block_size, self._at(kept - 1)
+        packed_ids = _packed(tokens(kept * size, blocks * size))
+        block_bytes = len(packed_ids) // (blocks - kept)
+        for start in range(0, len(packed_ids), block_bytes):
+            parent = _chained(parent, packed_ids[start : start + block_bytes])
+            self._packed += parent
 
     def _extend(self, parent: bytes, index: int, tokens: Tokens) -> bytes:
         start = index * self._block_size

@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
 from cluster.engine.engine import Engine
-from cluster.engine.inbox import Abort, Add, Call, Inbox
+from cluster.engine.inbox import NOBODY, Abort, Add, Call, Inbox
 from cluster.engine.kv_cache import IntegrityError
 from cluster.engine.moves import Moves
 from cluster.engine.runner_moves import RunnerMoves
 from cluster.engine.scheduling.sequence import Identity
-from cluster.ports import Clock, EngineProgress, StepResult
+from cluster.ports import Clock, EngineProgress, HeldAttempt, StepResult
 from cluster.types import Request, RequestId
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,9 @@ class EngineRunner:
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self._inbox.abort(request_id, attempt)
+
+    def held(self, limit: int) -> Future[tuple[HeldAttempt, ...]]:
+        return self._inbox.ask(NOBODY, lambda moves: moves.held(limit))
 
     def progress(self) -> EngineProgress:
         began_s = self._step_began_s
@@ -133,7 +137,7 @@ class EngineRunner:
                     if not self._engine.holds(identity):
                         ended.append(identity)
                 case Call():
-                    self._make(command)
+                    make_call(command, self._engine, self._inbox)
                 case _:
                     assert_never(command)
         if self._engine.has_work:
@@ -153,28 +157,30 @@ class EngineRunner:
         if not self._engine.has_work:
             self._engine.check_integrity()
 
-    def _make(self, call: Call[MovesCall]) -> None:
-        """Make a call, and keep track of the attempts that are here."""
-        before = self._engine.holds(call.identity)
-        try:
-            self._settle(call)
-        finally:
-            self._inbox.called()
-        after = self._engine.holds(call.identity)
-        if after and not before:
-            self._inbox.hold(call.identity)
-        elif before and not after:
-            self._inbox.forget((call.identity,))
 
-    def _settle(self, call: Call[MovesCall]) -> None:
-        if not call.answer.set_running_or_notify_cancel():
-            return
-        try:
-            answer = call.make(self._engine.moves)
-        except IntegrityError as error:
-            call.answer.set_exception(error)
-            raise
-        except Exception as error:  # the asker's affair
-            call.answer.set_exception(error)
-        else:
-            call.answer.set_result(answer)
+def make_call(call: Call[MovesCall], engine: Engine, inbox: Inbox[MovesCall]) -> None:
+    """Make a call between two steps, and keep track of the attempts that are here."""
+    before = engine.holds(call.identity)
+    try:
+        _settle(call, engine)
+    finally:
+        inbox.called()
+    after = engine.holds(call.identity)
+    if after and not before:
+        inbox.hold(call.identity)
+    elif before and not after:
+        inbox.forget((call.identity,))
+
+
+def _settle(call: Call[MovesCall], engine: Engine) -> None:
+    if not call.answer.set_running_or_notify_cancel():
+        return
+    try:
+        answer = call.make(engine.moves)
+    except IntegrityError as error:
+        call.answer.set_exception(error)
+        raise
+    except Exception as error:  # the asker's affair
+        call.answer.set_exception(error)
+    else:
+        call.answer.set_result(answer)

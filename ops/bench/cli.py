@@ -230,6 +230,101 @@ def step(
 
 
 @app.command()
+def fidelity(
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="Trace: Azure CSV or Mooncake JSON lines, told by content.")
+    ],
+    model: ModelOption = None,
+    dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
+    slots: Annotated[int, typer.Option(min=2, help="Requests that the replica runs at once.")] = 16,
+    budget: Annotated[int, typer.Option(min=16, metavar="TOKENS", help="Tokens of a step.")] = 128,
+    load: Annotated[
+        float,
+        typer.Option(min=0.05, max=0.95, metavar="X", help="Arrivals, in parts of what the replica does at most."),
+    ] = 0.6,
+    token_scale: Annotated[
+        str, typer.Option(metavar="Y", help="Multiplies the lengths of prompts and answers: 0.0625 or 1/16.")
+    ] = "1/16",  # noqa: S107 - a number of tokens
+    duration: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Of each replay.")] = 45.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Each with a replica of its own; medians are compared.")] = 3,
+    steps: Annotated[int, typer.Option(min=200, help="Engine steps that are measured in each round.")] = 300,
+    skip: Annotated[int, typer.Option(min=0, metavar="N", help="Leave out N requests of the trace.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="S", help="Chooses prompts and the work that steps are measured in.")
+    ] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Compare the simulator with a real replica: the same trace through both, TTFT and TPOT side by side.
+
+    Starts a router and a replica of the embedded engine with a core of its own. Its step times are measured and fitted as
+    an A100's were, the host's part and the messages' way on a few requests alone and at once; the trace itself tells the
+    simulation nothing but when which lengths arrive. Takes some 5 minutes, on a machine that does nothing else.
+
+    Exit code: 0, or 1 if a figure is more than 10 % off, or 2.
+
+    Example: forebay bench fidelity --trace azure.csv --load 0.6
+    """
+    from cluster.config import DType
+    from cluster.model import ModelFolder, ModelFolderError
+    from cluster.smollm2 import ensure_smollm2
+    from deployments.settings import Environment, Profile
+    from ops.bench.fidelity import TOLERATED_PCT, FidelitySettings, compare, table_cells
+    from ops.bench.schedule import DEFAULT_SERVICE_CLASSES, parse_scale
+    from ops.bench.trace import read_trace
+    from ops.bench.worker import WorkerError
+    from ops.errors import CommandError
+    from ops.report import check_writable, console, counting_bar, print_rows, print_table, write_json
+
+    check_writable(json_file)
+    if dtype not in list(DType):
+        raise CommandError(f"--dtype: {dtype!r} is none of {', '.join(DType)}")
+    scale = parse_scale(token_scale, "--token-scale")
+    requests = read_trace(trace).requests[skip:]
+    try:
+        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+    except ModelFolderError as error:
+        raise CommandError(str(error)) from error
+    engine = {
+        "dtype": dtype,
+        "slots": slots,
+        "step_token_budget": budget,
+        "max_model_len": min(2048, folder.max_position_embeddings),
+        "host_blocks": 0,  # what a swap costs is not simulated
+    }
+    profile = Profile.model_validate({"replicas": 1, "engine": engine, "router": {"port": 0}})
+    settings = FidelitySettings(
+        model=folder,
+        profile=profile,
+        requests=tuple(requests),
+        trace=trace.name,
+        token_scale=scale,
+        load=load,
+        duration_s=duration,
+        rounds=rounds,
+        steps=steps,
+        seed=seed,
+        classes=dict(DEFAULT_SERVICE_CLASSES),
+    )
+    errors = console(stderr=True)
+    with counting_bar(errors) as bar:
+        task = bar.add_task("rounds", total=rounds)
+
+        def show(what: str) -> None:
+            bar.update(task, description=what)
+
+        try:
+            report = compare(settings, show)
+        except WorkerError as error:
+            raise CommandError(str(error)) from error
+    print_table(console(), *table_cells(report), title="The simulator against a real replica")
+    print_rows(console(), report)
+    if json_file is not None:
+        write_json(report, json_file)
+    if report.value("worst_error_pct") > TOLERATED_PCT:
+        raise typer.Exit(1)
+
+
+@app.command()
 def scheduler(
     mode: Annotated[str, typer.Option(metavar="static|dynamic|continuous")] = "continuous",
     order: Annotated[str, typer.Option(metavar="fcfs|sjf|srpt|priority")] = "priority",
@@ -309,6 +404,30 @@ def queue(
         turn_us = time_turns(settings, lambda: bar.advance(task))
         pick_us = time_all_picks(settings, lambda: bar.advance(task))
     report = build_report(turn_us, pick_us, settings)
+    print_rows(console(), report)
+    if json_file is not None:
+        write_json(report, json_file)
+
+
+@app.command()
+def control(
+    replicas: Annotated[int, typer.Option(min=2, help="Replicas that report, half of them of each kind.")] = 1000,
+    ticks: Annotated[int, typer.Option(min=20, help="Ticks of each scene.")] = 400,
+    seed: Annotated[int, typer.Option(metavar="S", help="Draws what the replicas hold.")] = 1,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure what the controller's decisions cost: a tick over 1,000 replicas that are even, skewed, full of waiting work
+    or in the way of urgent requests, and the hearing of one report. Needs no running server and no model.
+    """
+    from ops.bench.control import SCENES, ControlSettings, build_report, time_scenes
+    from ops.report import check_writable, console, counting_bar, print_rows, write_json
+
+    check_writable(json_file)
+    settings = ControlSettings(replicas=replicas, ticks=ticks, seed=seed)
+    with counting_bar(console(stderr=True)) as bar:
+        task = bar.add_task("scenes", total=len(SCENES))
+        tick_ms, replica_us = time_scenes(settings, lambda: bar.advance(task))
+    report = build_report(tick_ms, replica_us, settings)
     print_rows(console(), report)
     if json_file is not None:
         write_json(report, json_file)

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import uvloop
 
 from deployments.controller_link import Find
-from deployments.process import configure_logging, settle
+from deployments.garbage import settle
+from deployments.process import configure_logging
 from deployments.router_process import RouterProcess
 from deployments.settings import Instance
 from ops.bench.router_wire import Listening, say

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import uvloop
 from cluster.clock import SystemClock
 from cluster.messages import ToController
 from cluster.model import ModelFolder
-from cluster.ports import EnginePort, EngineProgress, MovesPort, StepResult
+from cluster.ports import EnginePort, EngineProgress, HeldAttempt, MovesPort, StepResult
 from cluster.types import EngineLoad, FinishReason, PriorityLoad, ReplicaId, Request, RequestId, TokenDelta
 from deployments.controller_server import ROLES, ControllerServer
 from deployments.replica_process import ReplicaProcess
@@ -80,6 +81,13 @@ class MockEngine:
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self._running.pop((request_id, attempt), None)
+
+    def held(self, limit: int) -> Future[tuple[HeldAttempt, ...]]:
+        """Nothing of it can be moved."""
+        del limit
+        answer = Future[tuple[HeldAttempt, ...]]()
+        answer.set_result(())
+        return answer
 
     def progress(self) -> EngineProgress:
         return EngineProgress(load=self._load(), alive=True, step_age_s=None)

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from cluster.clock import SystemClock
 from cluster.config import EngineConfig, TransportConfig
 from cluster.messages import RosterEntry
 from cluster.model import ModelFolder
-from cluster.ports import EnginePort, EngineProgress, MovesPort, StepResult
+from cluster.ports import EnginePort, EngineProgress, HeldAttempt, MovesPort, StepResult
 from cluster.types import Generation, ReplicaId, Request, RequestId, Sampling
 from deployments.replica_server import ROLES, ReplicaServer, decode
 from deployments.transport import Acceptor, Identity
@@ -101,6 +102,9 @@ class TimedEngine:
     @property
     def moves(self) -> MovesPort:
         return self._inner.moves
+
+    def held(self, limit: int) -> Future[tuple[HeldAttempt, ...]]:
+        return self._inner.held(limit)
 
     def progress(self) -> EngineProgress:
         return self._inner.progress()

@@ -1,8 +1,8 @@
 """A backend that computes nothing and knows how long it would have taken.
 
 Owns: the virtual clock of one engine, the translation of rows into terms of the step-time model, and the text of its
-tokens. Imports the engine's text, the ports and the model of the step times. Invariant: time passes in `run` alone, and
-depends on the rows and the padding only.
+tokens. Imports the engine's text, the ports and the model of the step times. Invariant: time passes in `run`,
+where it depends on the rows and the padding only, and where blocks are copied.
 
 A sequence's length is in its tokens: the token after `k` is `k - 1`, and 0 ends it. A prompt that ends in the id `n`
 thus has an answer of n tokens, which no planner can know before, wherever it is cut, preempted and computed again.
@@ -10,13 +10,13 @@ thus has an answer of n tokens, which no planner can know before, wherever it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer, decoders, models
 
 from cluster.engine.text import TextCodec
 from cluster.ports import Row, RowOutput
-from ops.sim.step_time import Prefill, StepTimes, decode_ms, device_ms, host_ms
+from ops.sim.step_time import Prefill, StepTimes, decode_ms, host_ms, mixed_ms
 
 END_TOKEN = 0
 FILLER_TOKEN = 1
@@ -44,12 +44,25 @@ class ModelledBackend:
     kv_block_bytes = 1
     kv_format = "nothing"
 
-    def __init__(self, times: StepTimes, longest_output: int, *, padded: bool) -> None:
+    def __init__(
+        self,
+        times: StepTimes,
+        longest_output: int,
+        *,
+        padded: bool,
+        copy_block_ms: float = 0.0,
+        host_ms: Callable[[int], float] = host_ms,
+    ) -> None:
+        """`copy_block_ms`: of a block to the host's memory, or from there. `host_ms`: what it adds to a step of so many
+        requests."""
         self.vocab_size = 1 + max(longest_output, FILLER_TOKEN)
         self.now_ms = 0.0
         self._untold_ms = 0.0
+        self._beside = (0, 0)
         self._times = times
         self._padded = padded
+        self._copy_block_ms = copy_block_ms
+        self._host_ms = host_ms
 
     def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> list[RowOutput]:
         took_ms = self.step_ms(rows, padding_tokens)
@@ -60,6 +73,10 @@ class ModelledBackend:
             for row in rows
         ]
 
+    def beside(self, sequences: int, context_tokens: int) -> None:
+        """In the step that is run next so many sequences decode, too, behind so many tokens in all; without padding."""
+        self._beside = (sequences, context_tokens)
+
     def take_ms(self) -> float:
         """What has been run since this was asked last; of one step exactly its time, whatever the clock says."""
         took_ms, self._untold_ms = self._untold_ms, 0.0
@@ -67,7 +84,7 @@ class ModelledBackend:
 
     def decode_ms(self, sequences: int, context_tokens: int) -> float:
         """How long a step takes in which so many sequences decode, without padding, behind so many tokens in all."""
-        return decode_ms(self._times, sequences, context_tokens) + host_ms(sequences)
+        return decode_ms(self._times, sequences, context_tokens) + self._host_ms(sequences)
 
     def step_ms(self, rows: Sequence[Row], padding_tokens: int) -> float:
         """How long a step of these rows takes."""
@@ -86,13 +103,22 @@ class ModelledBackend:
             prefills.extend([Prefill(width, longest)] * whole + [Prefill(rest, longest)] * bool(rest))
         else:
             decodes.extend([longest] * whole)
-        return device_ms(self._times, prefills, decodes) + host_ms(len(rows))
+        (sequences, contexts), self._beside = self._beside, (0, 0)
+        device_ms = mixed_ms(self._times, prefills, len(decodes) + sequences, sum(decodes) + contexts)
+        return device_ms + self._host_ms(len(rows) + sequences)
 
     def copy_block(self, source: int, target: int) -> None:
         """There is nothing in a block."""
 
     def save_blocks(self, blocks: Sequence[int]) -> memoryview:
+        self._copied(len(blocks))
         return memoryview(bytes(len(blocks)))
 
     def load_blocks(self, blocks: Sequence[int], saved: memoryview) -> None:
-        """There is nothing in a block."""
+        del saved
+        self._copied(len(blocks))
+
+    def _copied(self, blocks: int) -> None:
+        took_ms = self._copy_block_ms * blocks
+        self.now_ms += took_ms
+        self._untold_ms += took_ms

@@ -31,10 +31,13 @@ class Clients:
         loop: VirtualLoop,
         log: EventLog,
         on_end: Callable[[RequestRecord], None],
+        not_awaited: str | None = None,
     ) -> None:
         self.records: dict[RequestId, RequestRecord] = {}
         self.live: dict[RequestId, int] = {}
         """Those that have not ended, with their routers."""
+        self.awaited = 0
+        """Of these, those whose end is waited for: all but `not_awaited`'s."""
         self.violations: list[str] = []
         self._priorities = {c.name: c.priority for c in config.classes}
         self._max_stream_bytes = config.max_stream_bytes
@@ -42,6 +45,7 @@ class Clients:
         self._loop = loop
         self._log = log
         self._on_end = on_end
+        self._not_awaited = not_awaited
 
     def arrive(self, arrival: Arrival, router: int, *, reads: bool) -> tuple[Request, Stream]:
         """A request is on its way to a router.
@@ -61,6 +65,7 @@ class Clients:
             arrival.output_tokens,
         )
         self.live[arrival.request_id] = router
+        self.awaited += record.priority_class != self._not_awaited
         self._log.say("arrived", arrival.request_id, router)
         own = arrival.prompt_tokens - len(arrival.prefix_ids) - 1
         number = (LONGEST_OUTPUT - len(self.records),) if own else ()  # no two prompts begin alike
@@ -87,6 +92,11 @@ class Clients:
         self.records[request.request_id].replicas += (replica_id,)
         self._log.say("sent", request.request_id, attempt, replica_id)
 
+    def granted(self, replica_id: ReplicaId, request_id: RequestId, attempt: int) -> None:
+        """Its router goes on with it where it has moved."""
+        self.records[request_id].replicas += (replica_id,)
+        self._log.say("moved", request_id, attempt, replica_id)
+
     def _reads(self, record: RequestRecord, text: str) -> bool:
         """The client takes what comes."""
         del text
@@ -105,6 +115,7 @@ class Clients:
             self._first(record)
         record.outcome, record.end_s = ending.outcome, self._loop.now_s
         record.tokens, record.cached_tokens = ending.completion_tokens, ending.cached_tokens
-        self.live.pop(record.request_id, None)
+        if self.live.pop(record.request_id, None) is not None:
+            self.awaited -= record.priority_class != self._not_awaited
         self._log.say("ended", record.request_id, ending.outcome.value, ending.completion_tokens)
         self._on_end(record)

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import assert_never
+from concurrent.futures import Future
+from typing import Any, TypeVar, assert_never
 
 import msgspec
 
-from cluster.engine.inbox import Abort, Add, Call, Inbox
-from cluster.engine.runner import MovesCall
+from cluster.engine.inbox import Abort, Add, Call, EngineStoppedError, Inbox
+from cluster.engine.runner import MovesCall, make_call
 from cluster.engine.runner_moves import RunnerMoves
-from cluster.engine.scheduling.sequence import Identity
-from cluster.ports import EngineProgress, StepResult
-from cluster.types import PrefixChange, Refusal, Request, RequestId, TokenDelta
+from cluster.ports import EngineProgress, HeldAttempt, StepResult
+from cluster.types import EngineLoad, PrefixChange, Refusal, Request, RequestId
 from ops.sim.backend import ModelledBackend
 from ops.sim.events import VirtualLoop
 from ops.sim.steady import SteadyEngine
+
+T = TypeVar("T")
 
 STEADY_MOST = 64
 """Steps that are taken at once; after them it is asked anew."""
@@ -70,10 +72,9 @@ class SimEngine:
         self._turn = 0
         """The number of the event that is awaited; others have been overtaken."""
         self._waking = False
-        self._unbegun: set[Identity] = set()
-        """Attempts whose first token is still to come."""
-        self._held: dict[Identity, list[TokenDelta]] = {}
         self._held_prefixes: list[PrefixChange] = []
+        self._readers: list[tuple[Callable[[SteadyEngine], Any], Future[Any]]] = []
+        """Who asks what is here: answered between two steps. It changes nothing, so no step is taken by itself for it."""
 
     # --- ports.EnginePort ---
 
@@ -92,6 +93,9 @@ class SimEngine:
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self._inbox.abort(request_id, attempt)
 
+    def held(self, limit: int) -> Future[tuple[HeldAttempt, ...]]:
+        return self.read(lambda engine: engine.moves.held(limit))
+
     def progress(self) -> EngineProgress:
         age_s = None
         if self._began_s is not None:
@@ -105,8 +109,26 @@ class SimEngine:
         self._alive = False
         self._turn += 1
         self._inbox.close("its replica is gone")
+        for _, answer in self._readers:
+            answer.set_exception(EngineStoppedError("its replica is gone"))
+        self._readers.clear()
 
     # --- what the world asks ---
+
+    def latest_load(self) -> EngineLoad:
+        """After the last step that has ended, whether it has been told or not."""
+        self._catch_up()
+        return self._held_load
+
+    def read(self, what: Callable[[SteadyEngine], T]) -> Future[T]:
+        """Of the engine between two steps. `what` must change nothing."""
+        answer: Future[T] = Future()
+        self._readers.append((what, answer))
+        if self._began_s is None and not self._waking:
+            self._answer_readers()
+        elif begins := self._ends_s[bisect_right(self._ends_s, self._loop.now_s) :]:
+            self._loop.at(begins[0], self._answer_readers, place=self._place)
+        return answer
 
     @property
     def idles(self) -> bool:
@@ -119,11 +141,11 @@ class SimEngine:
             return
         self._catch_up()
         self._held_since_s = self._loop.now_s
-        if self._held or self._held_prefixes:
-            held, self._held, self._load = self._held, {}, self._held_load
-            self._on_result(
-                StepResult(load=self._load, deltas=tuple(map(_joined, held.values())), prefixes=self._take_prefixes())
-            )
+        # A step that is not steady has been taken when it begins, and one that is when it has ended.
+        deltas = self.engine.untold(step_runs=self._began_s is not None and not self._ends_s)
+        if deltas or self._held_prefixes:
+            self._load = self._held_load
+            self._on_result(StepResult(load=self._load, deltas=deltas, prefixes=self._take_prefixes()))
 
     # --- turns ---
 
@@ -143,12 +165,15 @@ class SimEngine:
         self._waking = False
         if not self._alive:
             return
+        self._answer_readers()
         anything_asked = self._carry_out()
         engine, now_s = self.engine, self._loop.now_s
         if not engine.has_work:
             self._began_s = None
             if anything_asked is not None:
-                self._tell(msgspec.structs.replace(engine.result(), refusals=anything_asked))
+                result = msgspec.structs.replace(engine.result(), refusals=anything_asked)
+                self._load = self._held_load = result.load
+                self._tell(result)
             return
         self._began_s = now_s
         steady = 0
@@ -183,18 +208,32 @@ class SimEngine:
                     if refusal := engine.add(request, attempt):
                         refused.append(refusal)
                         gone.append((request.request_id, attempt))
-                    else:
-                        self._unbegun.add((request.request_id, attempt))
                 case Abort(identity):
                     engine.abort(*identity)
                     if not engine.holds(identity):
                         gone.append(identity)
                 case Call():
-                    raise NotImplementedError("moves are not simulated yet")
+                    self._make(command)
                 case _:
                     assert_never(command)
         self._inbox.forget(gone)
         return tuple(refused)
+
+    def _make(self, call: Call[MovesCall]) -> None:
+        """All that its attempt has put out is told before the answer, as in production."""
+        engine, identity = self.engine, call.identity
+        if (delta := engine.untold_of(identity)) is not None:
+            self._on_result(StepResult(load=self._load, deltas=(delta,)))
+        make_call(call, engine, self._inbox)
+        if not engine.holds(identity):
+            engine.forget(identity)
+
+    def _answer_readers(self) -> None:
+        if self._readers:
+            self._catch_up()
+            readers, self._readers = self._readers, []
+            for what, answer in readers:
+                answer.set_result(what(self.engine))
 
     def _end_step(self, turn: int, result: StepResult, steady: bool) -> None:
         if turn != self._turn:
@@ -203,8 +242,10 @@ class SimEngine:
             self._hold(result)
         else:
             self._load = self._held_load = result.load
-            ended: list[Identity] = [(d.request_id, d.attempt) for d in result.deltas if d.finish is not None]
-            self._inbox.forget(ended)
+            if any(delta.finish is not None for delta in result.deltas):
+                deltas = tuple(self.engine.whole(d) if d.finish is not None else d for d in result.deltas)
+                self._inbox.forget([(d.request_id, d.attempt) for d in deltas if d.finish is not None])
+                result = msgspec.structs.replace(result, deltas=deltas)
             self._watch(result)
             self._tell(result)
         self._begin()
@@ -226,39 +267,27 @@ class SimEngine:
             return
         now_s, ends_s = self._loop.now_s, self._ends_s
         ended = bisect_right(ends_s, now_s)
-        deltas = self.engine.run_steady(ended)
+        self.engine.run_steady(ended)
         self._began_s = ends_s[ended - 1]
         del ends_s[:ended]
-        self._hold(self.engine.result(tuple(deltas)))
+        self._hold(self.engine.result())
 
     # --- telling ---
 
     def _hold(self, result: StepResult) -> None:
-        held, self._held_load = self._held, result.load
-        for delta in result.deltas:
-            held.setdefault((delta.request_id, delta.attempt), []).append(delta)
+        self._held_load = result.load
         if result.prefixes is not None:
             self._held_prefixes.append(result.prefixes)
 
     def _tell(self, result: StepResult) -> None:
-        """Tell it but for what is held; of a stream that ends, all."""
         if not self._held_max_s:
-            self._on_result(result)
+            self._on_result(msgspec.structs.replace(result, deltas=result.deltas + self.engine.untold()))
             return
-        held, unbegun, told = self._held, self._unbegun, []
-        for delta in result.deltas:
-            identity = (delta.request_id, delta.attempt)
-            if delta.finish is not None:
-                unbegun.discard(identity)
-                told.append(_joined([*held.pop(identity, ()), delta]))
-            elif identity in unbegun:
-                unbegun.remove(identity)
-                told.append(delta)
-            else:
-                held.setdefault(identity, []).append(delta)
-        if result.prefixes is not None:
-            self._held_prefixes.append(result.prefixes)
-        self._on_result(msgspec.structs.replace(result, deltas=tuple(told), prefixes=self._take_prefixes()))
+        if self._held_prefixes:
+            if result.prefixes is not None:
+                self._held_prefixes.append(result.prefixes)
+            result = msgspec.structs.replace(result, prefixes=self._take_prefixes())
+        self._on_result(result)
 
     def _take_prefixes(self) -> PrefixChange | None:
         changes = self._held_prefixes
@@ -266,21 +295,6 @@ class SimEngine:
             return None
         self._held_prefixes = []
         return PrefixChange(b"".join(c.held for c in changes), b"".join(c.gone for c in changes))
-
-
-def _joined(deltas: list[TokenDelta]) -> TokenDelta:
-    """One delta of those that follow one another."""
-    if len(deltas) == 1:
-        return deltas[0]
-    token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-    pieces = tuple(piece for delta in deltas for piece in delta.pieces)
-    return msgspec.structs.replace(
-        deltas[-1],
-        index=deltas[0].index,
-        token_ids=token_ids,
-        pieces=pieces,
-        cached_tokens=deltas[0].cached_tokens,
-    )
 
 
 def _nobody(result: StepResult) -> None:

@@ -6,24 +6,24 @@ and the routers' ports. Invariant: a router hears of an incarnation through its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cluster.engine.scheduling.plan import Cost
 from cluster.engine.scheduling.sequence import Identity
-from cluster.messages import Hello
+from cluster.messages import HeldRequest, Hello, RosterEntry
 from cluster.ports import StepResult
 from cluster.types import Generation, ReplicaId, ReplicaReport
+from deployments.move_source import MoveSource
 from deployments.replica_server import ReplicaServer
-from deployments.transport import LinkHandler
+from deployments.transport import Link, LinkHandler
 from ops.sim.backend import END_TOKEN, ModelledBackend, no_text
 from ops.sim.clients import LONGEST_OUTPUT, Clients
 from ops.sim.engine import SimEngine
 from ops.sim.events import VirtualLoop
-from ops.sim.links import SimLink, SimPort, Weather, entry_of
+from ops.sim.links import Peer, PeerConnection, SimLink, SimPeers, SimPort, Weather, Wire, entry_of
 from ops.sim.log import EventLog
 from ops.sim.steady import SteadyEngine
-from ops.sim.step_time import a100
 from ops.sim.values import SimConfig
 from router.core import RouterCore
 
@@ -47,7 +47,7 @@ class _Linked:
 
 
 class Incarnation:
-    """One life of one replica."""
+    """One life of one replica. Implements `links.Peer`."""
 
     def __init__(
         self,
@@ -58,12 +58,20 @@ class Incarnation:
         clients: Clients,
         log: EventLog,
         weather: Weather,
+        find: Callable[[RosterEntry], Peer | None],
     ) -> None:
+        """`find`: who listens there."""
         self.number = number
         self.replica_id = ReplicaId(f"replica-{number}")
         self.generation = Generation(generation, f"{number}/{generation}")
-        backend = ModelledBackend(a100().models[config.model], LONGEST_OUTPUT, padded=False)
-        self.engine = SteadyEngine(config.engine, backend, no_text(), (END_TOKEN,), COST)
+        gpu = config.device
+        times = gpu.models[config.model]
+        block_bytes = times.kv_bytes_per_token * config.engine.block_size_tokens
+        copy_block_ms = 1000 * block_bytes / gpu.copy_bytes_per_s
+        backend = ModelledBackend(times, LONGEST_OUTPUT, padded=False, copy_block_ms=copy_block_ms, host_ms=gpu.host_ms)
+        self.wire = Wire(s_per_block=block_bytes / gpu.network_bytes_per_s)
+        self.connections: dict[PeerConnection, None] = {}
+        self.engine = SteadyEngine(config.engine, backend, no_text(), (END_TOKEN,), COST, known=config.fast_forward)
         self.runner = SimEngine(
             self.engine,
             backend,
@@ -73,16 +81,22 @@ class Incarnation:
             fast_forward=config.fast_forward,
             held_max_s=config.held_max_s,
         )
-        self.server = ReplicaServer(self.runner, self.replica_id, self.generation, config.transport, loop)
-        self.alive = True
-        self.recomputed_tokens = 0
+        self.alive = self.takes_work = True
+        # A block is one byte here.
+        chunk_blocks = max(1, config.transport.move_chunk_bytes // block_bytes)
+        transport = config.transport.model_copy(update={"move_chunk_bytes": chunk_blocks})
+        self.server = ReplicaServer(self.runner, self.replica_id, self.generation, transport, loop)
+        # The one place where a replica differs from production's: how it reaches others.
+        peers = SimPeers(self, transport, loop, config.link_delay_s, weather.watch, find)
+        self.server._peers = peers
+        self.server._leaving = MoveSource(self.runner, peers, self.server, transport)
         self._config = config
         self._loop = loop
         self._clients = clients
         self._log = log
         self._weather = weather
         self._overtaken: tuple[Identity, float] | None = None
-        self._entry = entry_of(self.replica_id, self.generation, config.model)
+        self.entry = entry_of(number, self.generation, config)
         self._links: dict[int, _Linked] = {}
         """By router."""
         self.server.start(self._engine_died)
@@ -99,14 +113,28 @@ class Incarnation:
         loop, delay_s = self._loop, self._config.link_delay_s
         router_id = f"router-{router}"
         before = self._links.get(router)
-        port = SimPort(self._entry, router_id, core, self._clients, sequence) if before is None else before.port
+        watch = self._weather.watch
+        port = SimPort(self.entry, router_id, core, self._clients, watch, sequence) if before is None else before.port
         back = SimLink(loop, delay_s, port.message, self._weather)
-        hello = Hello(1, 1, "router", router_id, b"", b"", "")
-        handler = self.server.accept(back, hello)
+        handler = self.server.accept(back, _hello("router", router_id))
         there = SimLink(loop, delay_s, handler.message)
         port.up(there)
         self._links[router] = _Linked(core, port, there, back, handler)
         core.link_up(port, None)
+
+    def accept(self, link: Link) -> LinkHandler:
+        return self.server.accept(link, _hello("replica", ""))
+
+    def take_work(self, takes: bool) -> None:
+        """Drain, or do so no more."""
+        if self.alive:
+            self.takes_work = takes
+            self.server.take_work(takes)
+
+    def router_of(self, identity: Identity) -> int | None:
+        """Whose an attempt is that is here."""
+        session = self.server._owner.get(identity)
+        return None if session is None else int(session.router_id.removeprefix("router-"))
 
     def break_links(self) -> None:
         """All break, and both sides see it."""
@@ -126,6 +154,8 @@ class Incarnation:
         self.alive = False
         self.runner.stop()
         self.break_links()
+        for connection in list(self.connections):
+            connection.end("it has gone")
         self._lost_in(self._config.link_delay_s + NOBODY_LISTENS_S)
 
     def fall_silent(self) -> None:
@@ -135,6 +165,9 @@ class Incarnation:
         self.runner.stop()
         for linked in self._links.values():
             linked.there.cut = linked.back.cut = True
+        for connection in list(self.connections):
+            connection.cut()
+            self._loop.at(self._loop.now_s + GIVEN_UP_S, connection.end, "it was given up")
         self._lost_in(GIVEN_UP_S)
 
     def _lost_in(self, seconds: float) -> None:
@@ -150,9 +183,10 @@ class Incarnation:
             self.runner.tell()
             self._loop.at(self._loop.now_s, self.server.tick)
 
-    def report(self) -> ReplicaReport | None:
+    def report(self) -> tuple[ReplicaReport, tuple[HeldRequest, ...] | None]:
         """What the controller hears with each tick."""
-        return self.server.report(None) if self.alive else None
+        report = self.server.report(None, self.runner.latest_load())
+        return report, self.server.held(report.load)
 
     def _watch(self, result: StepResult) -> None:
         """A step has ended in which something was decided."""
@@ -160,7 +194,6 @@ class Incarnation:
             record = self._clients.records[preempted.request_id]
             record.preemptions += 1
             record.recomputed_tokens += preempted.tokens_to_recompute
-            self.recomputed_tokens += preempted.tokens_to_recompute
             self._log.say("preempted", preempted.request_id, preempted.means.value, preempted.for_request_id)
         first = self.engine.stands_behind_lesser()
         if first is None or self._overtaken is None or self._overtaken[0] != first:
@@ -170,3 +203,7 @@ class Incarnation:
                 f"{first[0]} waits on {self.replica_id} behind less urgent work since {self._overtaken[1]:.3f} s"
             )
             self._overtaken = None
+
+
+def _hello(role: str, sender_id: str) -> Hello:
+    return Hello(1, 1, role, sender_id, b"", b"", "")

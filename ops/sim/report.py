@@ -20,6 +20,7 @@ from ops.sim.step_time import a100
 from ops.sim.study import Study
 from ops.sim.values import RequestRecord, SimResult
 from ops.sim.workload import BATCH
+from router.moving import MoveOutcome
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
@@ -40,10 +41,16 @@ def figures(study: Study, replicas: int, result: SimResult) -> list[ReportRow]:
     if knows_bound and (bound := most_good([_job(r, study, own) for r in judged], replicas)):
         rows.append(ReportRow("goodput_over_bound", good / bound, "ratio"))
     prompt_tokens = sum(r.prompt_tokens for r in result.requests)
-    tokens = sum(r.tokens for r in result.requests)
+    computed_once = result.prefill_tokens - result.recomputed_tokens + result.tokens
     rows += [
-        ReportRow("tokens_per_s", tokens / result.virtual_s, "tokens/s"),
-        ReportRow("recomputed_token_pct", 100 * result.recomputed_tokens / (prompt_tokens + tokens), "%"),
+        ReportRow("tokens_per_s", result.tokens / result.virtual_s, "tokens/s"),
+        ReportRow("recomputed_token_pct", 100 * result.recomputed_tokens / max(1, computed_once), "%"),
+        ReportRow("migrations", result.moves.get(MoveOutcome.MOVED, 0), "moves"),
+        *(
+            ReportRow(f"migrations_{outcome.value}", result.moves.get(outcome, 0), "moves")
+            for outcome in MoveOutcome
+            if outcome is not MoveOutcome.MOVED
+        ),
         ReportRow("preemptions_per_request_max", max(r.preemptions for r in result.requests), "preemptions"),
         ReportRow("cached_token_pct", 100 * sum(r.cached_tokens for r in result.requests) / prompt_tokens, "%"),
         ReportRow("urgent_blocked", result.urgent_blocked, "requests"),

@@ -1,25 +1,175 @@
-"""An engine that can take several steps at once where nothing is to be decided in them.
+"""An engine that takes the steps of the modelled backend's requests at less cost, and several at once where it can.
 
-Owns: when that is so, and the taking of such steps. It is production's engine: every step in which anything is decided is
-`Engine.step`. Imports cluster.engine. Invariant: after `run_steady(n)` all is as after n calls of `step` over the modelled
-backend, but for the text and the chances of tokens, which are not asked for there (tests/sim/test_steady.py compares).
+Owns: what of a step is known beforehand, when several can be taken at once, and which tokens have been told. It is
+production's engine: every step in which anything is decided is `Engine.step`. Imports cluster.engine. Invariant: after each
+step, and after `run_steady(n)`, all is as after so many steps of `Engine` itself, but for the text and the chances of
+tokens, which are not asked for here (tests/sim/test_steady.py compares).
 
-Steady is a step in which each running sequence decodes one token that does not end it, there is a free block for each
-that needs one, and nobody who waits can come in. Whether the next step is steady does not depend on how many were taken
-at once before it.
+Known beforehand is the token of a sequence that decodes and does not end with it: it gets that in its turn, and there is no
+row, no output and no delta of it. Steady is a step in which this holds of all that run, there is a free block for each that
+needs one, and nobody who waits can come in. Whether the next step is steady does not depend on how many were taken at once
+before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+import msgspec
+
 from cluster.config import BatchingMode, EngineConfig, Order, WithinClass
-from cluster.engine.engine import Engine
+from cluster.engine.engine import Engine, Part
 from cluster.engine.live import Live
+from cluster.engine.scheduling.plan import Chunk, Cost
 from cluster.engine.scheduling.sequence import Identity, SequenceState
-from cluster.types import TokenDelta
+from cluster.engine.text import TextCodec
+from cluster.ports import RowOutput, StepResult
+from cluster.types import Preempted, ReplicaId, RequestId, TokenDelta
+from ops.sim.backend import END_TOKEN, ModelledBackend
+from ops.sim.values import Instance
 
 
 class SteadyEngine(Engine):
-    """Its requests are the modelled backend's: the token after k is k - 1, and 0 ends it."""
+    """Its requests are the modelled backend's: the token after k is k - 1, and 0 ends it.
+
+    Of an attempt's tokens the first is in its step's result, and the last with all that was not told before. What is between
+    them is told when it is asked for (`untold`).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: ModelledBackend,
+        text_codec: TextCodec,
+        eos_token_ids: Collection[int],
+        cost: Cost,
+        *,
+        known: bool = True,
+    ) -> None:
+        """`known`: make use of what is known beforehand."""
+        super().__init__(config, backend, text_codec, eos_token_ids, cost)
+        self._modelled = backend
+        self._known = known and config.mode is BatchingMode.CONTINUOUS
+        self._told: dict[Identity, int] = {}
+        """The index after the last token that was told, of each attempt of which any was."""
+        self._untold: dict[Identity, Live] = {}
+        """Those with tokens that were not told, in the order in which these came."""
+        self._gained: list[Live] = []
+        """Who has got a token in the last step and had one before."""
+
+    # --- telling ---
+
+    def untold(self, *, step_runs: bool = False) -> tuple[TokenDelta, ...]:
+        """Of each attempt the tokens that have not been told: they are now. `step_runs`: without those of the last step,
+        whose time is not over."""
+        having, self._untold = self._untold, {}
+        if step_runs:
+            self._untold = {live.state.identity: live for live in self._gained}
+        deltas = (self._untold_of(live, identity in self._untold) for identity, live in having.items())
+        return tuple(delta for delta in deltas if delta is not None)
+
+    def untold_of(self, identity: Identity) -> TokenDelta | None:
+        """The same of one, between two steps; None where there are none."""
+        live = self._untold.pop(identity, None)
+        return None if live is None else self._untold_of(live, False)
+
+    def _untold_of(self, live: Live, one_coming: bool) -> TokenDelta | None:
+        identity = live.state.identity
+        start, end = self._told[identity], len(live.output) - one_coming
+        if start == end:
+            return None
+        self._told[identity] = end
+        return TokenDelta(*identity, start, tuple(live.output[start:end]), ("",) * (end - start))
+
+    def whole(self, end: TokenDelta) -> TokenDelta:
+        """The end of an attempt with all of its tokens that were not told."""
+        identity = (end.request_id, end.attempt)
+        start, live = self._told.pop(identity, end.index), self._untold.pop(identity, None)
+        if live is None or start == end.index:
+            return end
+        token_ids = tuple(live.output[start:])
+        return msgspec.structs.replace(end, index=start, token_ids=token_ids, pieces=("",) * len(token_ids))
+
+    def forget(self, identity: Identity) -> None:
+        """Nothing more is told of it."""
+        self._told.pop(identity, None)
+        self._untold.pop(identity, None)
+
+    def abort(self, request_id: RequestId, attempt: int) -> bool:
+        self.forget((request_id, attempt))
+        return super().abort(request_id, attempt)
+
+    def _commit_row(self, part: Part, output: RowOutput) -> TokenDelta | None:
+        delta = super()._commit_row(part, output)
+        if delta is None:
+            return None
+        identity = (delta.request_id, delta.attempt)
+        if identity in self._told:
+            self._untold[identity] = part.live
+            self._gained.append(part.live)
+            return delta if delta.finish is not None else None
+        if delta.finish is None:
+            self._told[identity] = delta.index + len(delta.token_ids)
+        return delta
+
+    # --- one step ---
+
+    def step(self) -> StepResult:
+        self._gained = []
+        return super().step()
+
+    def _run_chunks(self, chunks: Sequence[Chunk], padding_tokens: int) -> tuple[list[Preempted], list[TokenDelta]]:
+        if not self._known:
+            return super()._run_chunks(chunks, padding_tokens)
+        lives, memory, book = self._book.live, self._memory, self._book
+        turns: list[Live | None] = []
+        """In order; None is the turn of a part."""
+        parts: list[Part] = []
+        contexts = 0
+        for chunk in chunks:
+            state = chunk.sequence
+            live = lives[state.identity]
+            if chunk.tokens == 1 and _goes_on(live):
+                if chunk.blocks:
+                    memory.grow(state, chunk.blocks)
+                    book.grown(state, chunk.blocks)
+                contexts += state.computed
+                turns.append(live)
+            else:
+                parts.append(self._part(chunk))
+                turns.append(None)
+        known = len(turns) - len(parts)
+        self._modelled.beside(known, contexts)
+        if parts:
+            ran = self._run(parts, padding_tokens)
+            shed = self._shed(parts, ran)
+            made = iter([*zip(parts, (ran.outputs[i] for i in range(len(parts))), strict=True)])
+        else:
+            self._modelled.run(())
+            self._count.steps += 1
+            shed, made = [], iter(())
+        deltas: list[TokenDelta] = []
+        size, untold, gained = self.config.block_size_tokens, self._untold, self._gained
+        for turn in turns:
+            if turn is None:
+                if (delta := self._commit_row(*next(made))) is not None:
+                    deltas.append(delta)
+                continue
+            state, output = turn.state, turn.output
+            gained.append(turn)
+            untold[state.identity] = turn
+            output.append(output[-1] - 1)
+            state.yields = 0
+            state.computed += 1
+            state.tokens = tokens = state.tokens + 1
+            if state.computed // size > turn.registered:
+                memory.register(turn)
+            if tokens % size == 0 or tokens + 1 > state.predicted_tokens:
+                self._estimate_again(turn)
+        self._count.tokens += known
+        return shed, deltas
+
+    # --- several steps ---
 
     def steady_steps(self, most: int) -> int:
         """How many of the next steps are steady, as far as is known; 0 where the next one may not be."""
@@ -52,19 +202,20 @@ class SteadyEngine(Engine):
         states = self._book.running.items
         return len(states), sum(state.computed for state in states)
 
-    def run_steady(self, steps: int) -> list[TokenDelta]:
-        """Take that many steady steps; one delta of each sequence."""
+    def run_steady(self, steps: int) -> None:
+        """Take that many steady steps."""
+        self._gained = []
         states = list(self._book.running.items)
         size = self.config.block_size_tokens
         lives = [self._book.of(state) for state in states]
         kept: list[tuple[int, int, int]] = []
         """(step, 0 to grow or 1 to register, row): what is done in the order of the steps."""
-        deltas = []
         for row, (state, live) in enumerate(zip(states, lives, strict=True)):
             tokens, blocks = state.tokens, state.blocks
             kept.extend((max(0, end - tokens + 1), 0, row) for end in _ends(blocks * size, tokens + steps - 1, size))
             kept.extend((end - tokens, 1, row) for end in _ends(-(-tokens // size) * size, tokens + steps, size))
-            deltas.append(self._advance(live, steps))
+            self._untold[state.identity] = live
+            self._advance(live, steps)
         for _, phase, row in sorted(kept):
             if phase == 0:
                 self._memory.grow(states[row], 1)
@@ -74,7 +225,6 @@ class SteadyEngine(Engine):
         self._count.steps += steps
         self._count.tokens += steps * len(states)
         self._batch_rows = max(self._batch_rows, len(states))
-        return deltas
 
     def stands_behind_lesser(self) -> Identity | None:
         """The first that waits, where less urgent work runs and it has not been counted as one that may push nobody out."""
@@ -82,6 +232,27 @@ class SteadyEngine(Engine):
         if not waiting or not running or waiting[0].blocked_counted:
             return None
         return waiting[0].identity if self._order.may_preempt(waiting[0], running[-1]) else None
+
+    def instance(self, replica_id: ReplicaId) -> Instance:
+        """What a policy that migrates polls."""
+        running, waiting = self._book.running.items, self._book.waiting.items
+        begun = [state for state in running if state.tokens > state.prompt_tokens]
+        shortest = min(begun, key=lambda state: (state.priority, state.tokens, state.identity), default=None)
+        first = waiting[0] if waiting else None
+        return Instance(
+            replica_id=replica_id,
+            blocks_total=self.pool.blocks_total,
+            blocks_free=self.pool.blocks_free,
+            first_blocks=0 if first is None else -(-first.tokens // self.config.block_size_tokens) - first.blocks,
+            running=len(running),
+            priority_max=max((state.priority for state in running), default=None),
+            shortest=None if shortest is None else shortest.identity,
+        )
+
+    @property
+    def unanswered_tokens(self) -> int:
+        """That have been computed of prompts whose answers have not begun."""
+        return sum(state.computed for state in self._book.states() if state.tokens <= state.prompt_tokens)
 
     @property
     def empty(self) -> bool:
@@ -93,8 +264,8 @@ class SteadyEngine(Engine):
         full = len(running) >= self._limits.config.slots and first.leader is None
         return full and not self._order.may_preempt(first, running[-1])
 
-    def _advance(self, live: Live, steps: int) -> TokenDelta:
-        state, size, index = live.state, self.config.block_size_tokens, len(live.output)
+    def _advance(self, live: Live, steps: int) -> None:
+        state, size = live.state, self.config.block_size_tokens
         last, left = live.output[-1], steps
         state.yields = 0
         while left:
@@ -110,8 +281,6 @@ class SteadyEngine(Engine):
             state.computed += taken
             if state.tokens % size == 0 or state.tokens + 1 > state.predicted_tokens:
                 self._estimate_again(live)
-        request_id, attempt = state.identity
-        return TokenDelta(request_id, attempt, index, tuple(live.output[index:]), ("",) * steps)
 
     def _register(self, live: Live) -> None:
         """One more of its blocks is full."""
@@ -120,6 +289,18 @@ class SteadyEngine(Engine):
                 self.pool.table(live.state.identity)[live.registered], live.hashes.of(live.registered, live.tokens)
             )
             live.registered += 1
+
+
+def _goes_on(live: Live) -> bool:
+    """Whether the token that it decodes next is known: neither its attempt's first nor its last."""
+    output, state = live.output, live.state
+    return (
+        len(output) > len(live.request.emitted_ids)
+        and state.tokens - state.computed == 1
+        and output[-1] - 1 > END_TOKEN
+        and state.tokens + 1 < state.limit_tokens
+        and live.scores is None
+    )
 
 
 def _is_plain(config: EngineConfig) -> bool:

@@ -1,7 +1,7 @@
-"""How long one step takes on an A100: a pure function of what is in it.
+"""How long one step takes on a device: a pure function of what is in it.
 
-Owns: the form of the model and the reading of its data (a100/step_time.json, see the README there). Imports nothing of
-ours. The step's time on the device is
+Owns: the form of the model and the reading of an A100's data (a100/step_time.json, see the README there); of other devices
+they can be fitted (ops/bench/step_fit.py). Imports nothing of ours. The step's time on the device is
 
     base(new tokens) + a x contexts + b x pairs + c x decoding sequences
 
@@ -34,7 +34,7 @@ class Prefill(NamedTuple):
 
 
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One model on one A100."""
+    """One model on one device."""
 
     held_out_mean_absolute_error: float
     """Of the fit, relative, on points that it was not made from."""
@@ -51,8 +51,8 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ms_per_decode: float
 
 
-class A100(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of step_time.json."""
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What steps are run on: all of step_time.json."""
 
     device: str
     dtype: str
@@ -61,31 +61,41 @@ class A100(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_overhead_ms_per_step: float
     host_overhead_ms_per_request: float
     host_overhead_source: str
+    network_bytes_per_s: float
+    """At which a GPU's keys and values travel to another."""
+    network_source: str
+    copy_bytes_per_s: float
+    """At which they come from the GPU to its host's memory, or from there to it, between two steps."""
+    copy_source: str
     models: dict[str, StepTimes]
+
+    def host_ms(self, requests: int) -> float:
+        """What the host adds to a step of so many requests."""
+        return self.host_overhead_ms_per_step + self.host_overhead_ms_per_request * requests
 
 
 @cache
-def a100() -> A100:
-    return msgspec.json.decode((DATA / "step_time.json").read_bytes(), type=A100)
+def a100() -> Device:
+    return msgspec.json.decode((DATA / "step_time.json").read_bytes(), type=Device)
 
 
 def device_ms(times: StepTimes, prefills: Sequence[Prefill], decode_contexts: Sequence[int]) -> float:
-    """Time of one step on the device; `decode_contexts` has the tokens before the new one of each decoding sequence.
+    """Time of one step on the device; `decode_contexts` has the tokens before the new one of each decoding sequence."""
+    return mixed_ms(times, prefills, len(decode_contexts), sum(decode_contexts))
 
-    Nothing to run takes no time.
-    """
-    tokens = sum(p.tokens for p in prefills) + len(decode_contexts)
-    if not tokens:
-        return 0.0
+
+def mixed_ms(times: StepTimes, prefills: Sequence[Prefill], sequences: int, context_tokens: int) -> float:
+    """The same; `sequences` decode, with `context_tokens` before their new ones in all. Nothing to run takes no time."""
     if not prefills:
-        return decode_ms(times, tokens, sum(decode_contexts))
-    contexts = sum(decode_contexts) + sum(p.context_tokens for p in prefills)
+        return decode_ms(times, sequences, context_tokens) if sequences else 0.0
+    tokens = sum(p.tokens for p in prefills) + sequences
+    contexts = context_tokens + sum(p.context_tokens for p in prefills)
     pairs = sum(p.tokens * (p.tokens / 2 + p.context_tokens) for p in prefills)
     return (
         _base_ms(times, tokens)
         + times.ms_per_context_token * contexts
         + times.ms_per_prefill_pair * pairs
-        + times.ms_per_decode * len(decode_contexts)
+        + times.ms_per_decode * sequences
     )
 
 
@@ -95,12 +105,12 @@ def decode_ms(times: StepTimes, sequences: int, context_tokens: int) -> float:
 
 
 def host_ms(requests: int) -> float:
-    """What the host adds to a step of so many requests."""
-    return a100().host_overhead_ms_per_step + a100().host_overhead_ms_per_request * requests
+    """What the host of an A100 adds to a step of so many requests."""
+    return a100().host_ms(requests)
 
 
 def step_ms(times: StepTimes, prefills: Sequence[Prefill], decode_contexts: Sequence[int]) -> float:
-    """Device and host, one after the other."""
+    """An A100 and its host, one after the other."""
     return device_ms(times, prefills, decode_contexts) + host_ms(len(prefills) + len(decode_contexts))
 
 

@@ -16,12 +16,12 @@ from ops.bench.lengths import Lengths
 from ops.bench.trace import TraceRequest
 from ops.errors import CommandError
 from ops.sim.bound import LeastTimes
-from ops.sim.faults import Fault, FaultKind
+from ops.sim.faults import OF_MOVES, Fault, FaultKind, MovePoint
 from ops.sim.policies import POLICIES
 from ops.sim.policies.round_robin import RoundRobin
 from ops.sim.step_time import a100
 from ops.sim.values import SimConfig, SimResult
-from ops.sim.workload import Backlog, Mix, Span, arrivals, held_to_fill, recorded_rate_rps, weights
+from ops.sim.workload import BATCH, Backlog, Mix, Span, arrivals, held_to_fill, recorded_rate_rps, weights
 from ops.sim.world import simulate
 
 GPUS = {"a100-llama3-8b": "llama-3-8b", "a100-llama2-7b": "llama-2-7b"}
@@ -112,7 +112,7 @@ class Run:
 
 
 def run(study: Study, one: Run, progress: Callable[[float], None] | None = None) -> SimResult:
-    """Simulate until all that arrived has ended.
+    """Simulate until all that arrived has ended, but for work that was there to fill the rest.
 
     Raises:
         CommandError: the trace or the faults do not allow it.
@@ -134,6 +134,7 @@ def run(study: Study, one: Run, progress: Callable[[float], None] | None = None)
         one.seed,
         progress=progress,
         on_end=None if backlog is None else backlog.follow,
+        not_awaited=None if backlog is None else BATCH,
     )
 
 
@@ -151,7 +152,7 @@ def sim_config(study: Study, replicas: int) -> SimConfig:
 
 
 def parse_faults(texts: Sequence[str]) -> tuple[Fault, ...]:
-    """From `kind@at+for` or `kind@at+for:number`, several with commas between; seconds.
+    """From `kind@at+for`, `kind@at+for:number` or `kind@at+for:point`, several with commas between; seconds.
 
     Raises:
         CommandError: an entry has another form, or there is no such kind.
@@ -166,9 +167,12 @@ def _fault(entry: str) -> Fault:
     if kind not in list(FaultKind):
         raise CommandError(f"--faults: unknown kind {kind!r} in {entry!r}; one of {', '.join(FaultKind)}")
     try:
+        if kind in OF_MOVES:
+            return Fault(float(at_s), FaultKind(kind), float(for_s), point=MovePoint(number))
         delay_s = 0.5 if kind == FaultKind.REPORTS_LATE else 0.0
         return Fault(float(at_s), FaultKind(kind), float(for_s), int(number or 0), delay_s=delay_s)
     except ValueError as error:
         raise CommandError(
-            f"--faults: {entry!r}: {error}; write kind@at+for:number, as replica_death@30+5:0"
+            f"--faults: {entry!r}: {error}; write kind@at+for:number, as replica_death@30+5:0, or kind@at+for:point of a "
+            f"move, as move_source_death@30+5:granted (points: {', '.join(MovePoint)})"
         ) from error

@@ -6,14 +6,15 @@ Owns: the values. Imports the configurations of production, the step times, and 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from cluster.config import EngineConfig, RouterConfig, TransportConfig
+from cluster.config import ControlConfig, EngineConfig, RouterConfig, TransportConfig
+from cluster.engine.scheduling.sequence import Identity
 from cluster.types import Outcome, ReplicaId, RequestId
-from ops.sim.faults import Fault, FaultKind
-from ops.sim.step_time import a100
+from ops.sim.faults import OF_MOVES, Fault, FaultKind
+from ops.sim.step_time import Device, a100
 from router.routing import Need, Placement
 from router.view import ReplicaView
 
@@ -59,6 +60,43 @@ class Policy(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A replica's engine between two steps, as a policy that migrates polls it."""
+
+    replica_id: ReplicaId
+    blocks_total: int
+    blocks_free: int
+    first_blocks: int
+    """That the first that waits asks for, beside those that it has; 0 where nobody waits."""
+    running: int
+    priority_max: int | None
+    """Of those that run; None where nothing does."""
+    shortest: Identity | None
+    """Of those that run and have begun to answer: the shortest of the lowest priority."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    source: ReplicaId
+    target: ReplicaId
+    identity: Identity
+
+
+@runtime_checkable
+class MigratingPolicy(Policy, Protocol):
+    """It also moves what runs."""
+
+    period_s: float
+    """It is shown all instances, and asked what is to move, so often."""
+
+    def observe(self, instances: Mapping[ReplicaId, Instance]) -> None: ...
+
+    def migrate(self, busy: Collection[ReplicaId]) -> Sequence[Migration]:
+        """What is to move now. `busy`: replicas between which something moves already."""
+        ...
+
+
 def default_engine(model: str) -> EngineConfig:
     """An engine of one A100, with all blocks that it has room for. What a swap costs is not modelled: none is made."""
     block_size_tokens = 16
@@ -72,15 +110,24 @@ def default_engine(model: str) -> EngineConfig:
     )
 
 
+def default_transport() -> TransportConfig:
+    """As in production, but for keys and values, of which a message has some 32 blocks: an engine hands out one message of
+    them between two steps, and a step takes tens of milliseconds."""
+    return TransportConfig(move_chunk_bytes=64 * 2**20, max_frame_bytes=128 * 2**20)
+
+
 @dataclass(frozen=True)
 class SimConfig:
+    device: Device = field(default_factory=a100)
     model: str = "llama-3-8b"
-    """Of ops/sim/a100."""
+    """Of the device's."""
     replicas: int = 1
     routers: int = 1
     engine: EngineConfig = field(default_factory=lambda: default_engine("llama-3-8b"))
     router: RouterConfig = field(default_factory=RouterConfig)
-    transport: TransportConfig = field(default_factory=TransportConfig)
+    transport: TransportConfig = field(default_factory=default_transport)
+    control: ControlConfig | None = field(default_factory=ControlConfig)
+    """Of the controller that proposes what moves; None: it proposes nothing."""
     link_delay_s: float = 0.0005
     """Of each message, one way."""
     replicas_per_node: int = 8
@@ -104,8 +151,8 @@ class SimConfig:
         Raises:
             ValueError: a setting cannot be, with what to change.
         """
-        if self.model not in a100().models:
-            raise ValueError(f"no model {self.model!r}: known are {', '.join(sorted(a100().models))}")
+        if self.model not in self.device.models:
+            raise ValueError(f"no model {self.model!r}: known are {', '.join(sorted(self.device.models))}")
         if min(self.replicas, self.routers, self.replicas_per_node, self.check_every) < 1:
             raise ValueError("replicas, routers, replicas_per_node and check_every must be at least 1")
         if self.link_delay_s <= 0:
@@ -114,8 +161,9 @@ class SimConfig:
             raise ValueError("held_max_s must not be negative: 0 tells everything at once")
         nodes = -(-self.replicas // self.replicas_per_node)
         for fault in self.faults:
-            bound = {FaultKind.NODE_LOSS: nodes, FaultKind.CONTROLLER_RESTART: 1, FaultKind.SLOW_CLIENTS: 1}
-            if fault.number >= bound.get(fault.kind, self.replicas):
+            bound = {FaultKind.NODE_LOSS: nodes, FaultKind.NODE_DRAIN: nodes}
+            of_all = fault.kind in OF_MOVES or fault.kind in (FaultKind.CONTROLLER_RESTART, FaultKind.SLOW_CLIENTS)
+            if fault.number >= (1 if of_all else bound.get(fault.kind, self.replicas)):
                 raise ValueError(f"{fault.kind.value}: there is no number {fault.number}")
 
 
@@ -157,7 +205,10 @@ class SimResult:
     hit_tokens: int
     preemptions: int
     recomputed_tokens: int
+    """Run as a part of a prompt or of what was put out before, beyond the first time."""
     urgent_blocked: int
+    moves: Mapping[str, int] = field(default_factory=dict)
+    """By what came of them (`router.moving.MoveOutcome`)."""
 
     @property
     def sim_over_real(self) -> float:

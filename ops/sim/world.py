@@ -1,12 +1,13 @@
-"""A cluster in virtual time: production's routers, replicas and gates, and what a step costs on an A100.
+"""A cluster in virtual time: production's routers, replicas and controller, and what a step costs on an A100.
 
 Owns: the composition, the run and its end. Imports production's code and the parts of ops/sim. Invariants: a simulation is
 a function of its arrivals, configuration, policy and seed; each subsystem draws from a generator of its own, so that what
 is drawn in one changes nothing in another; what must hold (ops/sim/checks.py) is checked while it runs.
 
 Simulated is the code that decides: admission, queue, fairness, placement, journal, fencing and losses of the routers,
-sessions, outboxes and reports of the replicas, engines with scheduler, KV pool and prefix cache, and the gates. Not
-simulated are HTTP, tokenisers, sockets and the time that the routers' own work takes: a message takes `link_delay_s`.
+live moves, sessions, outboxes and reports of the replicas, engines with scheduler, KV pool and prefix cache, and the
+controller's gates and proposals. Not simulated are HTTP, tokenisers, sockets and the time that the routers' and the
+controller's own work takes: a message takes `link_delay_s`, and keys and values that move what their bytes take.
 """
 
 from __future__ import annotations
@@ -14,25 +15,29 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import BinaryIO
+from typing import BinaryIO, assert_never
 
 from prometheus_client import CollectorRegistry
 
-from cluster.types import ReplicaId, ReplicaReport
+from cluster import metrics as names
+from cluster.messages import RosterEntry
+from cluster.types import ReplicaId
 from ops.sim.checks import check_empty, check_replicas, check_routers
 from ops.sim.clients import Clients
 from ops.sim.controller import SimController
 from ops.sim.events import VirtualLoop
 from ops.sim.faults import Fault, FaultKind
-from ops.sim.links import Weather
+from ops.sim.links import MoveWatch, Weather
 from ops.sim.log import EventLog
-from ops.sim.replica import Incarnation
-from ops.sim.values import Arrival, Policy, RequestRecord, SimConfig, SimResult
+from ops.sim.migrator import Migrator
+from ops.sim.replica import GIVEN_UP_S, Incarnation
+from ops.sim.values import Arrival, MigratingPolicy, Policy, RequestRecord, SimConfig, SimResult
 from router.core import RouterCore
 from router.fleet import Fleet
 from router.metrics_sink import RouterMetrics
+from router.moving import MoveOutcome
 from router.routing import NO_FAVOUR, Need, Placement
 
 TICK_S = 0.1
@@ -54,20 +59,23 @@ def simulate(
     progress: Callable[[float], None] | None = None,
     log: BinaryIO | None = None,
     on_end: OnEnd | None = None,
+    not_awaited: str | None = None,
 ) -> SimResult:
     """Run until all requests have ended, or until `until_s`.
 
     Args:
         arrivals: In order; taken one by one as time goes on.
-        policy: Makes what chooses replicas for one router; None leaves that to production's own code.
+        policy: Makes what chooses replicas for one router and, if it migrates, moves what they have, for there is no
+            controller that does; None leaves both to production's own code.
         progress: Told the virtual time, about ten times a virtual second.
         log: Takes the event log.
         on_end: Told each request that has ended, and when; what it returns arrives, too.
+        not_awaited: A class whose requests need not have ended.
 
     Raises:
         ValueError: an arrival cannot be.
     """
-    world = World(config, policy, seed, log, on_end)
+    world = World(config, policy, seed, log, on_end, not_awaited)
     began_s = time.process_time()
     with world.loop.running():
         world.begin()
@@ -85,23 +93,29 @@ class World:
         seed: int,
         log: BinaryIO | None,
         on_end: OnEnd | None,
+        not_awaited: str | None,
     ) -> None:
         self.loop = VirtualLoop()
         self._config = config
         self._seed = seed
         self._on_end = on_end
         self._log = EventLog(self.loop, log)
-        self._clients = Clients(config.router, config.engine.max_model_len, self.loop, self._log, self._ended)
-        self._cores = [self._core(k, policy) for k in range(config.routers)]
+        self._clients = Clients(
+            config.router, config.engine.max_model_len, self.loop, self._log, self._ended, not_awaited
+        )
+        self._registries = [CollectorRegistry() for _ in range(config.routers)]
+        self._policies = [] if policy is None else [policy() for _ in range(config.routers)]
+        self._cores = [self._core(k) for k in range(config.routers)]
         self._sequences = [[itertools.count(1) for _ in range(config.replicas)] for _ in self._cores]
-        self._weather = [Weather(self._rng(f"weather/{k}")) for k in range(config.replicas)]
+        self._watch = MoveWatch(self.loop)
+        self._weather = [Weather(self._rng(f"weather/{k}"), self._watch) for k in range(config.replicas)]
         self._routing, self._reading = self._rng("arrivals"), self._rng("clients")
         self._replicas: dict[int, Incarnation] = {}
-        self._reports: dict[ReplicaId, ReplicaReport] = {}
         self._gone: list[Incarnation] = []
-        self._controller = SimController(
-            self._cores, config.model, lambda: list(self._reports.values()), self.loop, config.link_delay_s
-        )
+        self._silent: list[Incarnation] = []
+        """Of those that are gone, those whose node was lost."""
+        control = config.control if policy is None else None
+        self._controller = SimController(self._cores, config.model, control, self.loop, config.link_delay_s, self._log)
         self._slow_share = 0.0
         self._violations: list[str] = []
         self._turns = 0
@@ -112,12 +126,15 @@ class World:
     def _rng(self, name: str) -> random.Random:
         return random.Random(f"{self._seed}/{name}")
 
-    def _core(self, number: int, policy: Callable[[], Policy] | None) -> RouterCore:
-        rng, metrics = self._rng(f"router/{number}"), RouterMetrics(CollectorRegistry())
-        core = RouterCore(self._config.router, self.loop, rng, metrics)
-        if policy is not None:
-            # The one place where a baseline differs from production.
-            vars(core._fleet)["place"] = partial(_place, core._fleet, policy())
+    def _core(self, number: int) -> RouterCore:
+        rng, metrics = self._rng(f"router/{number}"), RouterMetrics(self._registries[number])
+        config = self._config.router
+        if self._policies:  # how often its requests move is its own affair
+            config = config.model_copy(update={"request_rest_s": 0.0})
+        core = RouterCore(config, self.loop, rng, metrics)
+        if self._policies:
+            # Where a baseline differs from production: here, and in what it has moved.
+            vars(core._fleet)["place"] = partial(_place, core._fleet, self._policies[number])
         return core
 
     # --- the beginning ---
@@ -130,19 +147,28 @@ class World:
             loop.at(phases.random() * self._config.transport.report_period_s, self._report, number)
         for core in self._cores:
             loop.at(phases.random() * TICK_S, self._tick, core)
-        if len(self._cores) > 1:
-            self._controller.start()
-            loop.at(0.0, self._controller.ask)
+        if self._controller.needed:
+            loop.at(0.0, self._controller.begin)
+        if migrating := [policy for policy in self._policies if isinstance(policy, MigratingPolicy)]:
+            delay_s = self._config.link_delay_s
+            loop.at(0.0, Migrator(migrating, self._cores, self._alive, loop, delay_s, self._log).tick)
         for fault in self._config.faults:
             loop.at(fault.at_s, self._go_wrong, fault)
 
     def _come_up(self, number: int, generation: int) -> None:
         self._log.say("up", number, generation)
+        weather = self._weather[number]
         one = self._replicas[number] = Incarnation(
-            number, generation, self._config, self.loop, self._clients, self._log, self._weather[number]
+            number, generation, self._config, self.loop, self._clients, self._log, weather, self._listens
         )
         for router, core in enumerate(self._cores):
             one.link(router, core, self._sequences[router][number])
+
+    def _listens(self, entry: RosterEntry) -> Incarnation | None:
+        """Who is where an incarnation was; of a node that is lost nobody knows that nobody is."""
+        one = self._replicas[entry.port]
+        is_it = one.generation == entry.generation
+        return one if is_it and (one.alive or one in self._silent) else None
 
     # --- the run ---
 
@@ -151,7 +177,7 @@ class World:
         loop, check_every = self.loop, self._config.check_every
         patience_s = max((f.over_s for f in self._config.faults), default=0.0)
         shown_s, next_check = 0.0, check_every
-        while self._arriving or self._clients.live:
+        while self._arriving or self._clients.awaited:
             if until_s is not None and (loop.next_s or 0.0) > until_s:
                 return
             loop.next()
@@ -164,11 +190,18 @@ class World:
             if not self._arriving and loop.now_s > max(patience_s, self._ended_s) + self._config.unended_max_s:
                 self._violations.append(f"{len(self._clients.live)} requests do not end: {min(self._clients.live)} …")
                 return
-        # What is still under way, an abort or a last word, arrives.
-        over_s = loop.now_s + 2 * self._config.transport.report_period_s
-        while loop.next_s is not None and loop.next_s <= over_s:
-            loop.next()
+        if self._clients.live:
+            return
+        # What is still under way, an abort or a last word, arrives; and a copy that nobody wants is dropped.
+        transport = self._config.transport
+        self._go_on_until(loop.now_s + 2 * transport.report_period_s)
+        if any(check_empty(self._alive())):
+            self._go_on_until(loop.now_s + transport.move_expiry_s + transport.move_answer_s)
         self._violations.extend(check_empty(self._alive()))
+
+    def _go_on_until(self, over_s: float) -> None:
+        while self.loop.next_s is not None and self.loop.next_s <= over_s:
+            self.loop.next()
 
     def _next_arrival(self, arrivals: Iterator[Arrival]) -> None:
         arrival = next(arrivals, None)
@@ -207,27 +240,25 @@ class World:
         """Every report period, of whoever is alive there."""
         one = self._replicas[number]
         one.tick()
-        if len(self._cores) > 1 and (report := one.report()) is not None:
-            self._reports[one.replica_id] = report
+        if one.alive and self._controller.needed:
+            self._controller.status(one.entry, *one.report(), self._weather[number])
         self.loop.at(self.loop.now_s + self._config.transport.report_period_s, self._report, number)
 
     # --- faults ---
 
     def _go_wrong(self, fault: Fault) -> None:
-        self._log.say("fault", fault.kind.value, fault.number)
+        if fault.point is None:
+            self._log.say("fault", fault.kind.value, fault.number)
         loop, weather, over_s = self.loop, self._weather[min(fault.number, len(self._weather) - 1)], fault.over_s
         match fault.kind:
             case FaultKind.REPLICA_DEATH:
                 self._end(fault.number, Incarnation.die, over_s)
             case FaultKind.NODE_LOSS:
-                size = self._config.replicas_per_node
-                for number in range(fault.number * size, min((fault.number + 1) * size, self._config.replicas)):
+                for number in self._on_node(fault.number):
+                    self._silent.append(self._replicas[number])
                     self._end(number, Incarnation.fall_silent, over_s)
             case FaultKind.LINK_BREAK:
-                one = self._replicas[fault.number]
-                if one.alive:
-                    one.break_links()
-                    loop.at(over_s, self._link_again, one)
+                self._unlink(self._replicas[fault.number], over_s)
             case FaultKind.REPORTS_LOST:
                 weather.lost_share = fault.share
                 loop.at(over_s, setattr, weather, "lost_share", 0.0)
@@ -243,13 +274,66 @@ class World:
             case FaultKind.SLOW_CLIENTS:
                 self._slow_share = fault.share
                 loop.at(over_s, setattr, self, "_slow_share", 0.0)
+            case FaultKind.DRAIN:
+                self._drain([self._replicas[fault.number]], over_s)
+            case FaultKind.NODE_DRAIN:
+                self._drain([self._replicas[number] for number in self._on_node(fault.number)], over_s)
+            case (
+                FaultKind.MOVE_SOURCE_DEATH
+                | FaultKind.MOVE_TARGET_DEATH
+                | FaultKind.MOVE_LINK_BREAK
+                | FaultKind.MOVE_SOURCE_UNLINKED
+                | FaultKind.MOVE_TARGET_UNLINKED
+            ):
+                assert fault.point is not None
+                self._watch.arm(fault.point, partial(self._move_goes_wrong, fault))
+            case _:
+                assert_never(fault.kind)
+
+    def _move_goes_wrong(self, fault: Fault, source_id: ReplicaId, target_id: ReplicaId) -> None:
+        source, target = self._named(source_id), self._named(target_id)
+        self._log.say("fault", fault.kind.value, fault.point, source_id, target_id)
+        back_s = self.loop.now_s + fault.for_s
+        match fault.kind:
+            case FaultKind.MOVE_SOURCE_DEATH:
+                self._end(source.number, Incarnation.die, back_s)
+            case FaultKind.MOVE_TARGET_DEATH:
+                self._end(target.number, Incarnation.die, back_s)
+            case FaultKind.MOVE_LINK_BREAK:
+                for connection in [one for one in source.connections if one in target.connections]:
+                    connection.end("broken")
+            case FaultKind.MOVE_SOURCE_UNLINKED:
+                self._unlink(source, back_s)
+            case FaultKind.MOVE_TARGET_UNLINKED:
+                self._unlink(target, back_s)
+            case _:
+                raise AssertionError(f"{fault.kind} does not happen to a move")
+
+    def _named(self, replica_id: ReplicaId) -> Incarnation:
+        return next(one for one in self._replicas.values() if one.replica_id == replica_id)
+
+    def _on_node(self, node: int) -> range:
+        size = self._config.replicas_per_node
+        return range(node * size, min((node + 1) * size, self._config.replicas))
+
+    def _drain(self, replicas: Sequence[Incarnation], over_s: float) -> None:
+        for one in replicas:
+            one.take_work(False)
+            self.loop.at(over_s, one.take_work, True)
+
+    def _unlink(self, one: Incarnation, back_s: float) -> None:
+        if one.alive:
+            one.break_links()
+            self.loop.at(back_s, self._link_again, one)
 
     def _end(self, number: int, ends: Callable[[Incarnation], None], back_s: float) -> None:
         one = self._replicas[number]
         if one.alive:
             ends(one)
             self._gone.append(one)
-            self._reports.pop(one.replica_id, None)
+            self._controller.gone(
+                one.entry, GIVEN_UP_S if ends is Incarnation.fall_silent else self._config.link_delay_s
+            )
             self.loop.at(back_s, self._come_up, number, one.generation.number + 1)
 
     def _link_again(self, one: Incarnation) -> None:
@@ -274,21 +358,30 @@ class World:
         self._check(len(self._replicas))
         lives = [*self._replicas.values(), *self._gone]
         loads = [one.runner.progress().load for one in lives]
+        prefill_tokens = sum(one.engine.load().prefill_tokens_total for one in lives)
+        begun = [r for r in self._clients.records.values() if r.first_token_s is not None]
+        once = sum(r.prompt_tokens - r.cached_tokens for r in begun)
+        once += sum(one.engine.unanswered_tokens for one in self._alive())
         return SimResult(
             requests=list(self._clients.records.values()),
             event_log_sha256=self._log.sha256,
             events=self.loop.events,
-            invariant_violations=[*self._clients.violations, *self._violations][:VIOLATIONS_MAX],
+            invariant_violations=[*self._clients.violations, *self._violations, *self.loop.failures][:VIOLATIONS_MAX],
             virtual_s=self.loop.now_s,
             cpu_s=cpu_s,
             steps=sum(load.steps_total for load in loads),
             tokens=sum(load.tokens_total for load in loads),
-            prefill_tokens=sum(load.prefill_tokens_total for load in loads),
+            prefill_tokens=prefill_tokens,
             hit_tokens=sum(load.prefix_hit_tokens_total for load in loads),
             preemptions=sum(load.preemptions_total for load in loads),
-            recomputed_tokens=sum(one.recomputed_tokens for one in lives),
+            recomputed_tokens=max(0, prefill_tokens - once),
             urgent_blocked=sum(load.urgent_blocked_total for load in loads),
+            moves={outcome.value: self._moved(outcome) for outcome in MoveOutcome},
         )
+
+    def _moved(self, outcome: MoveOutcome) -> int:
+        name, labels = f"{names.MOVES.name}_total", {"outcome": outcome.value}
+        return sum(int(registry.get_sample_value(name, labels) or 0) for registry in self._registries)
 
 
 def _place(

@@ -19,6 +19,7 @@ from cluster.types import FinishReason, PreemptionMeans, RefusalReason, Request,
 from tests.conformance.engine_kit import decoded
 from tests.conformance.port_kit import (
     LOW,
+    PATIENCE_S,
     URGENT,
     BrokenCallbackError,
     Driver,
@@ -657,6 +658,59 @@ def a_long_urgent_prompt_gets_its_first_token_within_two_steps_of_its_own_prefil
     d.until_tokens(1, urgent)
     assert d.steps_to_first_token(urgent) <= 2 + math.ceil(128 / 64)
     d.finish(slow, urgent)
+
+
+@law(lambda config: by_priority_at_once(config) and config.prefix_cache)
+def what_it_says_that_it_holds_is_what_its_books_say_and_who_leaves_frees_so_many_blocks(d: Driver) -> None:
+    """Two that run share the two blocks in which they begin alike; one is paused, and two wait without a block."""
+    size = d.config.block_size_tokens
+    first = request("first", prompt=2 * size + 6, max_tokens=130, stated=130)
+    same = (*first.prompt_ids[: 2 * size], 17, 18)
+    second = request("second", prompt=same, max_tokens=120, stated=120)
+    lower = request("lower", prompt=5, priority=-1, max_tokens=120)
+    paused = request("paused", prompt=5, priority=-5, max_tokens=60, stated=60)
+    urgent = request("urgent", prompt=size + 1, priority=URGENT, max_tokens=150, stated=150)
+    waiting = request("waiting", prompt=8, priority=-6, max_tokens=30, stated=30)
+    last = request("last", prompt=8, priority=-20, max_tokens=30, stated=20)
+    everybody = (first, second, lower, paused, urgent, waiting, last)
+    d.add(first)
+    d.until_tokens(1, first)
+    d.add(second, lower, paused)
+    d.until_tokens(2, second, lower, paused)
+    d.add(urgent)
+    d.until_tokens(1, urgent)
+    d.add(waiting, last)
+    d.until_known()
+
+    told = {r.request_id: len(d.output(r).token_ids) for r in everybody}
+    before, asked, few = d.load, d.port.held(16), [d.port.held(limit) for limit in (4, 1)]
+    if d.stands_still:
+        d.abort(paused)  # done after what was asked and before the next step
+        d.take()
+    else:
+        d.until(lambda: all(f.done() for f in (asked, *few)))
+    assert before is not None
+    assert d.load is not None
+    held = {h.request_id: h for h in asked.result(PATIENCE_S)}
+    assert held.keys() == {r.request_id for r in everybody}
+    standing = {paused.request_id: "paused", waiting.request_id: "waits", last.request_id: "waits"}
+    for r in everybody:
+        h = held[r.request_id]
+        assert (h.attempt, h.priority) == (0, r.priority)
+        assert h.standing == standing.get(r.request_id, "runs")
+        made = max(0, h.tokens + 1 - len(r.prompt_ids))
+        assert made >= told[r.request_id], "it has told more than it has computed"
+        assert h.blocks == math.ceil(h.tokens / size) - (2 if r in (first, second) else 0)
+        if r.stated_output_tokens is not None:
+            assert h.remaining_tokens == r.stated_output_tokens - made
+    assert [held[r.request_id].tokens for r in (waiting, last)] == [0, 0]
+    chosen = [[h.request_id for h in f.result(PATIENCE_S)] for f in few]
+    assert chosen == [[paused.request_id, waiting.request_id, lower.request_id, first.request_id], [lower.request_id]]
+    if d.stands_still:
+        grew = sum(p.blocks for p in d.load.running) - sum(p.blocks for p in before.running)
+        assert d.load.blocks_free == before.blocks_free + held[paused.request_id].blocks - grew
+    d.abort(*everybody)
+    d.until_ended(*everybody)
 
 
 @law(by_priority_at_once)

@@ -11,7 +11,7 @@ from cluster.engine.scheduling import admission
 from cluster.engine.scheduling.victims import NoRoom
 from cluster.types import Outcome, RequestId
 from ops.sim.engine import SimEngine
-from ops.sim.faults import Fault, FaultKind
+from ops.sim.faults import OF_MOVES, Fault, FaultKind, MovePoint
 from ops.sim.values import Arrival
 from ops.sim.world import simulate
 from router.view import Replica
@@ -22,9 +22,11 @@ ENDS = {Outcome.FINISHED, Outcome.SLOW_CLIENT, Outcome.REJECTED_NO_REPLICA}
 
 
 def _faults(replicas: int) -> st.SearchStrategy[Fault]:
-    def fault(kind: FaultKind, at_s: float, for_s: float, number: int, share: float) -> Fault:
-        bound = {FaultKind.NODE_LOSS: 2, FaultKind.CONTROLLER_RESTART: 1, FaultKind.SLOW_CLIENTS: 1}
-        return Fault(at_s, kind, for_s, number % bound.get(kind, replicas), share, delay_s=0.2)
+    def fault(kind: FaultKind, at_s: float, for_s: float, number: int, share: float, point: MovePoint) -> Fault:
+        bound = {FaultKind.NODE_LOSS: 2, FaultKind.NODE_DRAIN: 2}
+        bound |= dict.fromkeys((*OF_MOVES, FaultKind.CONTROLLER_RESTART, FaultKind.SLOW_CLIENTS), 1)
+        at_point = point if kind in OF_MOVES else None
+        return Fault(at_s, kind, for_s, number % bound.get(kind, replicas), share, delay_s=0.2, point=at_point)
 
     return st.builds(
         fault,
@@ -33,6 +35,7 @@ def _faults(replicas: int) -> st.SearchStrategy[Fault]:
         st.floats(0.05, 4.0),
         st.integers(0, 11),
         st.floats(0.1, 1.0),
+        st.sampled_from(MovePoint),
     )
 
 
@@ -75,7 +78,9 @@ def test_a_replica_that_has_come_back_takes_work_again() -> None:
     result = simulate(arrivals, cluster(1, faults=(Fault(1.05, FaultKind.REPLICA_DEATH, 1.0),)))
     between = [r for r in result.requests if 1.05 < r.arrived_s < 2.05]
     assert len(between) == 10
-    assert {r.outcome for r in result.requests} == {Outcome.FINISHED}, "and those that came meanwhile have waited for it"
+    assert {r.outcome for r in result.requests} == {Outcome.FINISHED}, (
+        "and those that came meanwhile have waited for it"
+    )
     assert result.invariant_violations == []
 
 

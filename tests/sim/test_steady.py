@@ -1,13 +1,15 @@
-"""Several steps at once: the same engine, the same cluster, to the last block."""
+"""What is known beforehand, and several steps at once: the same engine as production's, the same cluster, to the last block."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from cluster.config import EngineConfig, Order
+from cluster.config import Order
+from cluster.engine.engine import Engine
 from cluster.engine.scheduling.plan import Cost
 from cluster.types import Request, RequestId, Sampling, TokenDelta
 from ops.sim.backend import END_TOKEN, ModelledBackend, no_text, prompt_for
@@ -17,10 +19,11 @@ from ops.sim.step_time import a100
 from ops.sim.world import simulate
 from tests.sim.kit import cluster, engine, seen, work
 
+COST = Cost(60e-6, 1e-3)
 
-def _engine(config: EngineConfig) -> SteadyEngine:
-    backend = ModelledBackend(a100().models["llama-3-8b"], 1000, padded=False)
-    return SteadyEngine(config, backend, no_text(), (END_TOKEN,), Cost(60e-6, 1e-3))
+
+def _backend() -> ModelledBackend:
+    return ModelledBackend(a100().models["llama-3-8b"], 1000, padded=False)
 
 
 def _request(rng: random.Random, number: int) -> Request:
@@ -36,7 +39,7 @@ def _request(rng: random.Random, number: int) -> Request:
     )
 
 
-def _state(one: SteadyEngine) -> object:
+def _state(one: Engine) -> object:
     """Everything that a later step could depend on."""
     lives = [
         (
@@ -52,39 +55,77 @@ def _state(one: SteadyEngine) -> object:
     return lives, order, one.load(), pool._free, pool._by_hash, list(pool._cached), one._batch_rows
 
 
-def _by_attempt(deltas: list[TokenDelta]) -> dict[str, tuple[int, ...]]:
-    ids: dict[str, tuple[int, ...]] = {}
-    for delta in deltas:
-        ids[delta.request_id] = ids.get(delta.request_id, ()) + delta.token_ids
-    return ids
+class _Heard:
+    """Tokens by request, which come in order and once."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, tuple[int, ...]] = {}
+        self.ended: dict[str, object] = {}
+
+    def take(self, deltas: Iterable[TokenDelta]) -> None:
+        for delta in deltas:
+            before = self.ids.get(delta.request_id, ())
+            assert delta.index == len(before)
+            assert len(delta.pieces) == len(delta.token_ids)
+            self.ids[delta.request_id] = before + delta.token_ids
+            if delta.finish is not None:
+                self.ended[delta.request_id] = (delta.finish, delta.cached_tokens if len(before) == 0 else None)
 
 
 @pytest.mark.parametrize("order", [Order.PRIORITY, Order.FCFS])
 @pytest.mark.parametrize("seed", range(6))
-def test_steady_steps_at_once_leave_an_engine_as_one_by_one(seed: int, order: Order) -> None:
+def test_an_engine_that_knows_tokens_beforehand_is_after_each_step_as_productions(seed: int, order: Order) -> None:
     rng = random.Random(seed)
     config = engine(order=order, blocks=90, slots=6)
-    one_by_one, at_once = _engine(config), _engine(config)
+    backend, steady_backend = _backend(), _backend()
+    one_by_one = Engine(config, backend, no_text(), (END_TOKEN,), COST)
+    at_once = SteadyEngine(config, steady_backend, no_text(), (END_TOKEN,), COST)
+    singles, several = _Heard(), _Heard()
+    names: list[RequestId] = []
     taken = 0
     for number in range(400):
         if rng.random() < 0.15:
             request = _request(rng, number)
+            names.append(request.request_id)
             one_by_one.add(request, 1)
             at_once.add(request, 1)
+        elif names and rng.random() < 0.02:
+            name = rng.choice(names)
+            several.take(d for d in (at_once.untold_of((name, 1)),) if d is not None)
+            assert one_by_one.abort(name, 1) == at_once.abort(name, 1)
+            names.remove(name)
         steps = at_once.steady_steps(rng.choice((1, 3, 64)))
-        assert steps == 0 or one_by_one.steady_steps(1) == 1
-        singles: list[TokenDelta] = []
+        if steps:
+            sequences, contexts = at_once.steady_contexts()
         for k in range(steps or 1):
-            # Steady is steady, however many steps were taken at once before.
-            assert not steps or one_by_one.steady_steps(64) >= min(1, steps - k)
+            began_ms = backend.now_ms
             result = one_by_one.step()
             assert not steps or not result.preempted
-            singles.extend(result.deltas)
-        several = at_once.run_steady(steps) if steps else list(at_once.step().deltas)
+            if steps:
+                took_ms = steady_backend.decode_ms(sequences, contexts + k * sequences)
+                assert backend.now_ms - began_ms == pytest.approx(took_ms, rel=1e-9)
+            singles.take(d for d in result.deltas if d.request_id in names)
+        if steps:
+            at_once.run_steady(steps)
+            assert at_once.result().load == result.load
+        else:
+            began_ms = steady_backend.now_ms
+            stepped = at_once.step()
+            assert stepped.preempted == result.preempted
+            assert stepped.prefixes == result.prefixes
+            assert steady_backend.now_ms - began_ms == pytest.approx(backend.take_ms(), rel=1e-9)
+            if rng.random() < 0.2:  # before the step has ended: all but its own tokens
+                several.take(d for d in at_once.untold(step_runs=True) if d.request_id in names)
+            ends = (at_once.whole(d) if d.finish is not None else d for d in stepped.deltas)
+            several.take(d for d in ends if d.request_id in names)
+        backend.take_ms()
         taken += steps
-        assert _by_attempt(singles) == _by_attempt(several)
         assert _state(one_by_one) == _state(at_once)
         at_once.check_integrity()
+        if rng.random() < 0.1:
+            several.take(at_once.untold())
+            assert several.ids == singles.ids
+        assert several.ended == singles.ended
     assert taken > 100
 
 

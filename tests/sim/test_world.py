@@ -15,7 +15,7 @@ import pytest
 from cluster.engine.scheduling import admission
 from cluster.engine.scheduling.victims import NoRoom
 from cluster.types import Outcome, RequestId
-from ops.sim.faults import Fault, FaultKind
+from ops.sim.faults import Fault, FaultKind, MovePoint
 from ops.sim.step_time import Prefill, a100, step_ms
 from ops.sim.values import Arrival, SimConfig
 from ops.sim.world import simulate
@@ -158,6 +158,14 @@ def test_what_cannot_be_is_refused_and_says_why() -> None:
         SimConfig(link_delay_s=0.0)
     with pytest.raises(ValueError, match="there is no number 4"):
         cluster(3, faults=(Fault(1.0, FaultKind.REPLICA_DEATH, 1.0, number=4),))
+    with pytest.raises(ValueError, match="node_drain: there is no number 1"):
+        cluster(3, faults=(Fault(1.0, FaultKind.NODE_DRAIN, 1.0, number=1),))
+    with pytest.raises(
+        ValueError, match="move_source_death: needs the point of a move at which it happens, one of asked"
+    ):
+        Fault(1.0, FaultKind.MOVE_SOURCE_DEATH, 1.0)
+    with pytest.raises(ValueError, match="drain: it does not happen to a move"):
+        Fault(1.0, FaultKind.DRAIN, 1.0, point=MovePoint.TAKEN)
     with pytest.raises(ValueError, match="must have one of its own"):
         Arrival(0.0, RequestId("a"), prompt_tokens=2, output_tokens=1, prefix_ids=(1, 2))
     with pytest.raises(ValueError, match="sort the arrivals"):

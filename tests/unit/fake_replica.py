@@ -449,11 +449,12 @@ class ManualClock:
 class Bench:
     """A core on a manual clock, and the streams of what was submitted to it."""
 
-    def __init__(self, config: RouterConfig | None = None) -> None:
+    def __init__(self, config: RouterConfig | None = None, *, wakes: bool = False) -> None:
         self.config = config or RouterConfig()
         self.clock = ManualClock()
         self.registry = CollectorRegistry()
-        self.core = RouterCore(self.config, self.clock, random.Random(1), RouterMetrics(self.registry))
+        metrics = RouterMetrics(self.registry)
+        self.core = RouterCore(self.config, self.clock, random.Random(1), metrics, wakes=wakes)
         self.streams: dict[RequestId, Stream] = {}
         self.texts: dict[RequestId, str] = {}
         self.scores: dict[RequestId, list[Scores]] = {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 
 from cluster.config import EngineConfig
 from cluster.model import ModelFolder
-from cluster.ports import EngineProgress, MovesPort, StepResult
+from cluster.ports import EngineProgress, HeldAttempt, MovesPort, StepResult
 from cluster.types import EngineLoad, Request, RequestId
 from ops.bench.step import StepSettings, TimedEngine, build_report, measure
 from ops.errors import CommandError
@@ -35,6 +36,9 @@ class DyingEngine:
         self._on_death("out of memory")
 
     def abort(self, request_id: RequestId, attempt: int) -> None: ...
+
+    def held(self, limit: int) -> Future[tuple[HeldAttempt, ...]]:
+        raise NotImplementedError
 
     def progress(self) -> EngineProgress:
         return EngineProgress(load=LOAD, alive=True, step_age_s=None)

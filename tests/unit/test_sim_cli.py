@@ -38,6 +38,8 @@ def written(path: Path) -> dict[str, Any]:
         (("--load", "0.9", "--times", "2"), "--times: with --load"),
         (("--faults", "flood@1+2"), "--faults: unknown kind 'flood'"),
         (("--faults", "replica_death@soon+2"), "write kind@at+for:number"),
+        (("--faults", "move_source_death@1+2"), "points: asked, begun"),
+        (("--faults", "move_source_death@1+2:halfway"), "'halfway' is not a valid MovePoint"),
         (("--faults", "replica_death@1+2:7", "--replicas", "2"), "--faults: replica_death: there is no number 7"),
         (("--classes", "code"), "--classes: 'code' is not of the form"),
         (("--batch", "/nowhere.csv"), "--batch: /nowhere.csv cannot be read"),
@@ -100,16 +102,19 @@ def test_several_sizes_and_policies_stand_side_by_side(capsys: pytest.CaptureFix
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_replica_that_dies_costs_no_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_replica_that_dies_or_drains_costs_no_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "fault.json"
     code, _, _ = simulated(
-        capsys, "--replicas", "2", "--times", "8", "--duration", "10", "--faults", "replica_death@4+3:1",
+        capsys, "--replicas", "2", "--times", "8", "--duration", "10",
+        "--faults", "replica_death@4+3:1,drain@1+2:0", "--faults", "move_link_break@1+0:copied",
         "--json", str(file),
     )  # fmt: skip
     assert code == 0
     rows = {row["name"]: row["value"] for row in written(file)["rows"]}
     assert rows["interactive.unfinished"] == rows["standard.unfinished"] == 0
-    assert written(file)["context"]["faults"] == ["replica_death@4+3:1"]
+    assert "migrations" in rows
+    told = ["replica_death@4+3:1", "drain@1+2:0", "move_link_break@1+0:copied"]
+    assert written(file)["context"]["faults"] == told
 
 
 def test_a_chart_that_cannot_be_written_is_told_by_its_option(tmp_path: Path) -> None:

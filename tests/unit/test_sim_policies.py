@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from cluster.types import EngineLoad, PriorityLoad, ReplicaId
+from cluster.types import EngineLoad, PriorityLoad, ReplicaId, RequestId
 from ops.sim.policies import POLICIES
 from ops.sim.policies.least_load import LeastLoad
 from ops.sim.policies.llumnix import TARGET_LOAD, Llumnix, freeness
 from ops.sim.policies.round_robin import RoundRobin
-from ops.sim.values import Policy
+from ops.sim.values import Instance, Policy
 from router.routing import Need
 from router.view import Condition, OwnLoad, ReplicaView
 
@@ -81,18 +81,60 @@ def test_least_load_draws_among_equals() -> None:
     assert {p.replica_id for p in placements if p is not None} == {"a", "b", "c"}
 
 
-def test_freeness_is_free_less_waiting_blocks_by_requests() -> None:
-    """Four run on 400 of 1,000 blocks and two wait; 600 blocks are predicted for the six: 100 each."""
-    one = load(running=4, waiting=2, blocks_free=600)
-    assert freeness(view("a", one, own_blocks=600), one) == (600 - 2 * 100) / 4
+def test_freeness_is_what_is_free_less_what_the_first_that_waits_asks_for_by_the_running_requests() -> None:
+    assert freeness(1000, 600, 80, 4, urgent=False) == (600 - 80) / 4
+    assert freeness(1000, 40, 80, 4, urgent=False) == -10  # more is asked for than there is
+    assert freeness(1000, 1000, 0, 0, urgent=False) == 1000
 
 
 def test_a_replica_with_urgent_work_looks_full_from_the_target_load_on() -> None:
     used = int(1000 * TARGET_LOAD)
-    at_target = load(running=1, blocks_free=1000 - used, priority=10)
-    assert freeness(view("a", at_target), at_target) == 0.0
-    plain = load(running=1, blocks_free=1000 - used)
-    assert freeness(view("a", plain), plain) == 1000 - used
+    assert freeness(1000, 1000 - used, 0, 1, urgent=True) == 0.0
+    assert freeness(1000, 1000 - used, 0, 1, urgent=False) == 1000 - used
+
+
+def instance(
+    name: str, blocks_free: int, running: int = 10, *, first_blocks: int = 0, priority: int = 0, moves: bool = True
+) -> Instance:
+    return Instance(
+        replica_id=ReplicaId(name),
+        blocks_total=1000,
+        blocks_free=blocks_free,
+        first_blocks=first_blocks,
+        running=running,
+        priority_max=priority if running else None,
+        shortest=(RequestId(f"of-{name}"), 1) if moves else None,
+    )
+
+
+def migrations(*instances: Instance, busy: frozenset[str] = frozenset()) -> list[tuple[str, str, str]]:
+    policy = Llumnix()
+    policy.observe({one.replica_id: one for one in instances})
+    return [(m.source, m.target, m.identity[0]) for m in policy.migrate({ReplicaId(name) for name in busy})]
+
+
+def test_llumnix_pairs_the_least_free_below_the_threshold_with_the_most_free_above_it() -> None:
+    """Ten run on each: free blocks are ten times the freeness, and the threshold is 3."""
+    worst, bad, at = instance("worst", 0), instance("bad", 20), instance("at", 30)
+    good, best = instance("good", 100), instance("best", 900)
+    assert migrations(good, bad, best, worst, at) == [("worst", "best", "of-worst"), ("bad", "good", "of-bad")]
+    assert migrations(worst, bad, best) == [("worst", "best", "of-worst")]
+    assert migrations(good, best, at) == []
+    assert migrations(worst, bad) == []
+
+
+def test_llumnix_moves_from_where_the_first_waits_and_not_to_where_high_priority_runs() -> None:
+    waits = instance("waits", 100, first_blocks=90)  # a freeness of 1
+    urgent = instance("urgent", 870, priority=10)  # 130 are used, and 125 would be the target
+    assert migrations(waits, urgent) == []
+    assert migrations(waits, urgent, instance("good", 50)) == [("urgent", "good", "of-urgent")]
+    assert migrations(waits, instance("calm", 870)) == [("waits", "calm", "of-waits")]
+
+
+def test_llumnix_moves_one_request_of_a_pair_at_a_time_and_none_that_has_not_begun() -> None:
+    assert migrations(instance("worst", 0), instance("best", 900), busy=frozenset({"best"})) == []
+    assert migrations(instance("worst", 0), instance("best", 900), busy=frozenset({"worst"})) == []
+    assert migrations(instance("worst", 0, moves=False), instance("best", 900)) == []
 
 
 def test_llumnix_sends_to_the_greatest_freeness() -> None:

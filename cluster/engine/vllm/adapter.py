@@ -20,12 +20,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, assert_never
 
 from cluster.config import EngineConfig
-from cluster.engine.inbox import Abort, Add, Call, EngineStoppedError, Inbox
+from cluster.engine.inbox import NOBODY, Abort, Add, Call, EngineStoppedError, Inbox
 from cluster.engine.intake import Intake
 from cluster.engine.vllm.core_link import CoreLink
 from cluster.engine.vllm.internals import close_core, core_pids
 from cluster.engine.vllm.moves import MovesCall, VllmMoves, kv_format_of
-from cluster.ports import Clock, EngineProgress, StepResult
+from cluster.ports import Clock, EngineProgress, HeldAttempt, StepResult
 from cluster.types import Refusal, Request, RequestId
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ class VllmEngine:
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self._inbox.abort(request_id, attempt)
 
+    def held(self, limit: int) -> Future[tuple[HeldAttempt, ...]]:
+        return self._inbox.ask(NOBODY, lambda: self._link.held(limit))
+
     def progress(self) -> EngineProgress:
         """`step_age_s` is the time since the core last said anything, while it has work or an
         answer to give: it cannot be asked in a step."""
@@ -118,7 +121,7 @@ class VllmEngine:
 
     def places(self) -> Future[dict[str, str]]:
         """Core id -> where it stands (`Tracked.place`), of every request that the core holds."""
-        return self._inbox.ask((RequestId(""), 0), self._link.places)
+        return self._inbox.ask(NOBODY, self._link.places)
 
     def core_pids(self) -> tuple[int, ...]:
         """Process ids of the engine core."""

@@ -23,8 +23,8 @@ from cluster.engine.intake import Intake
 from cluster.engine.live import Live
 from cluster.engine.scheduling.sequence import Identity
 from cluster.engine.vllm.translate import core_request, prompt_scores, row_output
-from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, StepNote, core_id, decode_step
-from cluster.ports import Clock, StepResult
+from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, StepNote, core_id, decode_held, decode_step
+from cluster.ports import Clock, HeldAttempt, StepResult
 from cluster.types import EngineLoad, FinishReason, Preempted, PrefixChange, Refusal, Request, TokenDelta
 
 if TYPE_CHECKING:
@@ -160,6 +160,9 @@ class CoreLink:
         await self.call("thaw", identity)
         return True
 
+    async def held(self, limit: int) -> tuple[HeldAttempt, ...]:
+        return decode_held(await self._utility("held", limit))
+
     async def places(self) -> dict[str, str]:
         places: dict[str, str] = await self._utility("places")
         return places
@@ -178,7 +181,7 @@ class CoreLink:
         """Tell what is left after everything that was sent to the core before."""
         self._publish(decode_step(await self._utility(call, *args)), deltas)
 
-    async def _utility(self, call: str, *args: str) -> Any:
+    async def _utility(self, call: str, *args: str | int) -> Any:
         self._calls += 1
         self._owes()
         answer = await self._client.call_utility_async("forebay", call, *args)

@@ -18,8 +18,10 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from cluster.config import EngineConfig
+from cluster.engine.held import worth_weighing
 from cluster.engine.scheduling.giving import Shared
 from cluster.engine.scheduling.plan import Preemption, StepPlan
+from cluster.engine.scheduling.sequence import SequenceState
 from cluster.engine.vllm.connector import all_but_the_last, handed_over, lost_blocks
 from cluster.engine.vllm.internals import (
     AsyncScheduler,
@@ -34,7 +36,7 @@ from cluster.engine.vllm.prefixes import CorePrefixes
 from cluster.engine.vllm.queues import Loading, Offered
 from cluster.engine.vllm.spoilt import SpoiltBlocks
 from cluster.engine.vllm.telling import Telling
-from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, RequestNote, decode_request, encode_handle
+from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, RequestNote, decode_request, encode, encode_handle
 from cluster.types import PreemptionMeans
 
 if TYPE_CHECKING:
@@ -225,6 +227,12 @@ class ForebayScheduler(AsyncScheduler):
         """Where each request stands; for tests and diagnosis."""
         return {tracked.core_id: tracked.place for tracked in self._ledger.all()}
 
+    def call_held(self, limit: int) -> bytes:
+        """Of those that run or wait, at most so many, the most worth weighing."""
+        self._look()
+        ledger = self._ledger
+        return encode(worth_weighing(ledger.waiting, ledger.running, limit, self._own_blocks))
+
     # --- moves ---
 
     def _freeze(self, core_id: str) -> None:
@@ -383,6 +391,10 @@ class ForebayScheduler(AsyncScheduler):
         blocks = self.kv_cache_manager.get_blocks(core_id).blocks[0]
         return [(block.block_id, block.ref_cnt) for block in blocks if block.ref_cnt > 1]
 
+    def _own_blocks(self, state: SequenceState) -> int:
+        """Those that nobody else holds, and the promised ones."""
+        return state.blocks - len(self._shared(self._ledger.of(state).core_id))
+
     def _blocks_cached(self) -> int:
         """Of the free ones, and of those that soon are: what is in use, but for what is not registered of it, is not free."""
         pool = self.kv_cache_manager.block_pool
@@ -409,10 +421,10 @@ def _note_of(request: CoreRequest) -> RequestNote:
     return decode_request(extra[NOTE_KEY])
 
 
-def _forebay(core: EngineCore, call: str, core_id: str = "") -> object:
+def _forebay(core: EngineCore, call: str, argument: str | int | None = None) -> object:
     """`EngineCore.forebay`: the adapter's calls, made by the core between two of its steps."""
     method = getattr(core.scheduler, f"call_{call}")
-    return method(core_id) if core_id else method()
+    return method() if argument is None else method(argument)
 
 
 EngineCore.forebay = _forebay  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 Owns: both notes and their bytes. They travel inside free-form fields that vLLM carries and does not read: a request's in
 `SamplingParams.extra_args`, a step's in the `kv_transfer_params` of an output that belongs to no request. Imports
-cluster.types, never vllm. Invariant: encoding is msgpack; nothing here is pickled.
+cluster, never vllm. Invariant: encoding is msgpack; nothing here is pickled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from cluster.ports import HeldAttempt
 from cluster.types import EngineLoad, Preempted, PrefixChange, Request, RequestId, Sampling, Value
 
 NOTE_KEY = "forebay"
@@ -72,6 +73,7 @@ class StepNote(Value, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(RequestNote)
 _step_decoder = msgspec.msgpack.Decoder(StepNote)
+_held_decoder = msgspec.msgpack.Decoder(tuple[HeldAttempt, ...])
 _handle_decoder = msgspec.msgpack.Decoder(dict[str, object])
 
 
@@ -81,7 +83,7 @@ def core_id(request_id: RequestId, attempt: int, life: int = 0) -> str:
     return f"{attempt}.{life}#{request_id}" if life else f"{attempt}#{request_id}"
 
 
-def encode(note: RequestNote | StepNote) -> bytes:
+def encode(note: RequestNote | StepNote | tuple[HeldAttempt, ...]) -> bytes:
     return _encoder.encode(note)
 
 
@@ -91,6 +93,10 @@ def decode_request(data: bytes) -> RequestNote:
 
 def decode_step(data: bytes) -> StepNote:
     return _step_decoder.decode(data)
+
+
+def decode_held(data: bytes) -> tuple[HeldAttempt, ...]:
+    return _held_decoder.decode(data)
 
 
 def encode_handle(kv_transfer_params: Mapping[str, object] | None) -> bytes:

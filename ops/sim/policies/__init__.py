@@ -1,7 +1,7 @@
 """What is compared with production's placement: one file for each baseline, with its source.
 
-Each takes the place of `router.fleet.Fleet.place` alone: admission, the router's queue, the replica's scheduler and its
-preemption are the same for all. None of them moves a request that has been placed.
+Each takes the place of `router.fleet.Fleet.place`, and of the controller that moves requests: admission, the router's queue,
+the replica's scheduler and its preemption are the same for all. Only Llumnix moves a request that has been placed.
 """
 
 from __future__ import annotations

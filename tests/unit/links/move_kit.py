@@ -19,7 +19,17 @@ from cluster.engine.engine import Engine
 from cluster.engine.runner import EngineRunner
 from cluster.messages import FromPeer, Message, MoveNotice, MoveStage, RosterEntry, StepFrame, ToRouter, Welcome
 from cluster.ports import ReplicaPort, Row, RowOutput, StepResult
-from cluster.types import FinishReason, Generation, Refusal, ReplicaId, ReplicaReport, ReplicaState, Request, RequestId
+from cluster.types import (
+    FinishReason,
+    Generation,
+    Preempted,
+    Refusal,
+    ReplicaId,
+    ReplicaReport,
+    ReplicaState,
+    Request,
+    RequestId,
+)
 from deployments.replica_link import ReplicaLink
 from deployments.replica_server import ROLES, ReplicaServer, decode
 from deployments.transport import Acceptor, Identity, Link, connect
@@ -46,11 +56,16 @@ class PacedBackend(ArithmeticBackend):
         self.open = threading.Event()
         """While it is not set, no step is taken."""
         self.open.set()
+        self.held = threading.Event()
+        """Set while a step waits for that."""
 
     def run(self, rows: Sequence[Row], padding_tokens: int = 0) -> list[RowOutput]:
         assert self.next.wait(PATIENCE_S)
         self.next.clear()
+        if not self.open.is_set():
+            self.held.set()
         assert self.open.wait(PATIENCE_S)
+        self.held.clear()
         return super().run(rows, padding_tokens)
 
 
@@ -81,6 +96,14 @@ class Replica:
     deaths: list[str] = field(default_factory=list)
     steps: threading.Event = field(default_factory=threading.Event)
     """While it is not set, a paced engine takes no step."""
+    held: threading.Event = field(default_factory=threading.Event)
+    """Set while a step of a paced engine waits for that."""
+
+    async def hold(self) -> int:
+        """Stop a paced engine, which has work, amid a step; returns how many it has made. Of those all has been heard."""
+        self.steps.clear()
+        await until(self.held.is_set)
+        return self.runner.progress().load.steps_total
 
     @property
     def is_empty(self) -> bool:
@@ -116,6 +139,9 @@ class Ears:
         self.reports: dict[ReplicaId, ReplicaReport] = {}
         self.up: set[ReplicaId] = set()
         self.firsts: dict[Key, int] = {}
+        self.first_told: dict[Key, tuple[int, int]] = {}
+        """Tokens of the first frame with any of an attempt, and how many steps its replica had made."""
+        self.preempted: list[Preempted] = []
         self._news = asyncio.Event()
 
     def link_up(self, port: ReplicaPort, report: ReplicaReport | None) -> bool:
@@ -135,6 +161,7 @@ class Ears:
             key = (delta.request_id, delta.attempt)
             got = self.tokens.setdefault(key, [])
             first = self.firsts.setdefault(key, delta.index)
+            self.first_told.setdefault(key, (len(delta.token_ids), frame.report.load.steps_total))
             assert delta.index == first + len(got), "tokens lost or doubled"
             got.extend(delta.token_ids)
             if delta.finish is not None:
@@ -147,6 +174,7 @@ class Ears:
                 assert notice.index == told, "it follows all that was told"
         self.notices.extend(frame.moves)
         self.refusals.extend(frame.refusals)
+        self.preempted.extend(frame.preempted)
         self.reports[replica_id] = frame.report
         self._news.set()
 
@@ -282,7 +310,7 @@ class World:
         backend = PacedBackend(settings.blocks, settings.block_size_tokens, kv_format)
         engine = Engine(settings, backend, byte_level_codec(), (EOS,))
         replica = await self.serve(name, engine, PacedRunner(engine, backend), model)
-        replica.steps = backend.open
+        replica.steps, replica.held = backend.open, backend.held
         return replica
 
     async def serve(self, name: str, engine: Engine, runner: EngineRunner, model: str = MODEL) -> Replica:

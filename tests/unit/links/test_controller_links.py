@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 
 from cluster.clock import SystemClock
 from cluster.config import TransportConfig
+from cluster.control.view import Proposal
 from cluster.messages import (
     BandDemand,
     ClusterStatus,
@@ -22,20 +24,38 @@ from cluster.messages import (
     Gate,
     Gates,
     Granted,
+    HeldRequest,
+    Message,
+    Propose,
     ReplicaHere,
     ReplicaStatus,
     Roster,
     RosterEntry,
     RouterDemand,
+    Standing,
     StatusRequest,
     ToController,
+    Unplaced,
     Waiter,
     Welcome,
 )
-from cluster.types import EngineLoad, Generation, ReplicaId, ReplicaReport, ReplicaState
+from cluster.model import ModelFolder
+from cluster.types import (
+    EngineLoad,
+    Generation,
+    PriorityLoad,
+    ReplicaId,
+    ReplicaReport,
+    ReplicaState,
+    RequestId,
+    RouterId,
+)
 from deployments.controller_link import ControllerLink
 from deployments.controller_server import ROLES, ControllerServer
+from deployments.replica_process import ReplicaProcess
+from deployments.settings import Environment, Instance, Profile
 from deployments.transport import Acceptor, Identity, Link, LinkHandler, RejectedError, connect
+from tests.unit.links.test_replica_links import PlayedEngine
 
 T = TypeVar("T")
 SECRET = b"s" * 32
@@ -285,3 +305,127 @@ async def test_a_demand_that_is_not_renewed_shuts_nobody_for_long(place: Place) 
     busy.link.send(URGENT)
     await heard(idle, Gates, lambda gates: gates.gate)
     assert (await asyncio.wait_for(heard(idle, Gates, lambda gates: gates.gate is None), 10)).gate is None
+
+
+async def test_a_replica_says_in_which_zone_its_node_is(
+    place: Place, tiny_model: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_ZONE", "zone-a")
+    await place.start()
+    router = Peer(place, "router")
+    (tmp_path / "secret").write_bytes(SECRET)
+    instance = Instance(profile=Profile(), model_folders=(tiny_model.path,), secret_path=tmp_path / "secret")
+    replica = ReplicaProcess(instance, tiny_model, ReplicaId("r1"), place.find, lambda _: PlayedEngine(), print)
+    await replica.start("127.0.0.1", Environment().zone)
+    (entry,) = (await heard(router, Roster, lambda roster: roster.entries)).entries
+    assert (entry.replica_id, entry.zone) == ("r1", "zone-a")
+    await replica.close()
+
+
+# --- proposals ---
+
+HELD = HeldRequest(RequestId("low"), 2, RouterId("owner"), -10, Standing.RUNS, 6, 90, 50)
+
+
+def status(entry: RosterEntry, *held: HeldRequest, running: int = 0, blocks_free: int = 8) -> ReplicaStatus:
+    """Of a replica with one slot and 8 blocks; who does not run there waits."""
+    levels = {True: tuple[PriorityLoad, ...](), False: tuple[PriorityLoad, ...]()}
+    for h in held:
+        levels[h.standing is Standing.RUNS] += (PriorityLoad(h.priority, 1, h.blocks),)
+    load = EngineLoad(
+        slots_total=1,
+        blocks_total=8,
+        blocks_free=blocks_free,
+        block_size_tokens=16,
+        running=levels[True] or (PriorityLoad(0, running, 8 - blocks_free),) * bool(running),
+        waiting=levels[False],
+    )
+    report = ReplicaReport(
+        replica_id=entry.replica_id,
+        generation=entry.generation,
+        state=ReplicaState.READY,
+        observed_unix_s=1.0,
+        load=load,
+        step_age_s=None,
+    )
+    return ReplicaStatus(report=report, held=held or None)
+
+
+async def replica_here(place: Place, name: str) -> tuple[Peer, RosterEntry]:
+    peer, entry = Peer(place, "replica", name=name), msgspec.structs.replace(ENTRY, replica_id=ReplicaId(name))
+    await peer.ups.get()
+    peer.link.send(ReplicaHere(entry=entry, pid=7))
+    return peer, entry
+
+
+async def proposed_while(place: Place, owner: Peer, *told: tuple[Peer, Message]) -> Propose:
+    """What the owner is proposed while these are said again and again, as replicas and routers do."""
+
+    async def say() -> None:
+        while True:
+            for peer, message in told:
+                peer.link.send(message)
+            await asyncio.sleep(0.02)
+
+    place.tasks.append(saying := asyncio.create_task(say()))
+    propose = await asyncio.wait_for(heard(owner, Propose), 30)
+    saying.cancel()
+    return propose
+
+
+async def test_who_owns_what_waits_on_a_full_replica_is_told_to_call_it_back(place: Place) -> None:
+    await place.start()
+    owner, other = Peer(place, "router", name="owner"), Peer(place, "router", name="other")
+    assert await owner.ups.get() == 1
+    await other.ups.get()
+    full, full_entry = await replica_here(place, "r1")
+    free, free_entry = await replica_here(place, "r2")
+    waits = msgspec.structs.replace(HELD, standing=Standing.WAITS, blocks=0, tokens=0)
+    runs = msgspec.structs.replace(HELD, request_id=RequestId("runs"), priority=0)
+    told = status(full_entry, runs, waits, blocks_free=2)
+    propose = await proposed_while(place, owner, (full, told), (free, status(free_entry)))
+    assert (propose.request_id, propose.attempt, propose.source, propose.source_generation) == (
+        waits.request_id,
+        waits.attempt,
+        full_entry.replica_id,
+        full_entry.generation,
+    )
+    assert (propose.target, propose.target_generation, propose.for_request_id) == (None, None, None)
+    assert propose.generation.number == 1
+    assert propose.why
+    other.link.send(StatusRequest(ask_id=1))
+    while not isinstance(message := await other.heard.get(), ClusterStatus):
+        assert not isinstance(message, Propose), "it owns nothing there"
+
+
+async def test_who_owns_what_is_to_make_room_is_told_for_which_request_of_another_router(place: Place) -> None:
+    await place.start()
+    owner, other = Peer(place, "router", name="owner"), Peer(place, "router", name="other")
+    await owner.ups.get()
+    await other.ups.get()
+    replica, entry = await replica_here(place, "r1")
+    demand = Unplaced("m", RequestId("large"), 10, 7, 1.0)
+    propose = await proposed_while(place, owner, (replica, status(entry, HELD, blocks_free=2)), (other, demand))
+    assert (propose.request_id, propose.target, propose.for_request_id) == (HELD.request_id, None, "large")
+
+
+async def test_nothing_is_proposed_by_a_controller_that_has_just_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second and more: what replicas have said meanwhile is not read yet."""
+    clock, made = SystemClock(), list[float]()
+    server = ControllerServer(SECRET, clock)
+
+    def tick(now_s: float) -> tuple[Proposal, ...]:
+        made.append(now_s)
+        return ()
+
+    monkeypatch.setattr(server._control, "tick", tick)
+    monkeypatch.setattr(server, "_peers", {object()})
+    for late_s in (0.6, 5.0):
+        server._tick(clock.monotonic() - late_s)
+        assert made == []
+        assert server._ticking is not None, "the next one is in time"
+        server._ticking.cancel()
+    server._tick(clock.monotonic())
+    assert len(made) == 1
+    assert server._ticking is not None
+    server._ticking.cancel()

@@ -29,9 +29,10 @@ from cluster.messages import (
 from cluster.model import ModelFolder
 from cluster.ports import NO_KV, ImportRefusal
 from cluster.types import EngineState, Generation, Refusal, RefusalReason, ReplicaId, Request, RequestId, RouterId
+from router.suspects import Trial
 from tests.conformance.arithmetic_backend import EMPTY, extended
 from tests.conformance.engine_kit import config, request
-from tests.unit.links.move_kit import PATIENCE_S, Router, World, is_draining, until, whole
+from tests.unit.links.move_kit import PATIENCE_S, Replica, Router, World, is_draining, until, whole
 
 Make = Callable[..., World]
 
@@ -236,8 +237,8 @@ class Played:
     async def begin(self, *, tokens: int = 300, prompt: int = 100, max_frame_bytes: int = 2**24) -> Played:
         self.source = await self.world.replica("a")
         self.router = await self.world.router(self.source)
-        self.r = await self.router.runs(asked("x", prompt=prompt, tokens=tokens), self.source)
         self.entry, self.wires = await self.world.played_target(max_frame_bytes)
+        self.r = await self.router.runs(asked("x", prompt=prompt, tokens=tokens), self.source)
         self.router.links["a"].move(self.r.request_id, 0, 1, self.entry)
         self.wire = await asyncio.wait_for(self.wires.get(), PATIENCE_S)
         begin = await self.wire.hears()
@@ -743,6 +744,173 @@ async def test_nothing_is_held_for_moves_beyond_what_the_engine_may_hold(make: M
     answers = {message.request_id: message.refusal for message in [await wire.hears() for _ in range(8)]}
     assert [answers[RequestId(f"x{n}")] for n in range(8)] == [""] * 6 + [ImportRefusal.FULL] * 2
     wire.link.abort("gone")
+
+
+# --- ahead of the grant ---
+
+
+async def made_ahead(target: Replica, tokens: int = 1) -> None:
+    """Wait until so many have been made of what is not granted yet."""
+    await until(lambda: any(len(c.made) >= tokens for c in target.server._coming._coming.values()))
+
+
+@pytest.mark.parametrize("granted", ["after the state", "before the state", "long after it has begun"])
+async def test_a_pause_spans_two_steps_of_the_target_at_most_however_late_the_grant(make: Make, granted: str) -> None:
+    """The one that runs when the state comes, and its own."""
+    world = make()
+    target = await world.replica("b")
+    router, wire = await world.router(target), await world.peer(target)
+    other = await router.runs(asked("other", tokens=900), target)
+    r = cut(asked("x", tokens=60), 9)
+    data = kv(r, state_of(r).computed_tokens)
+    wire.send(begin("x"), MoveBlocks(r.request_id, 1, 0, memoryview(data)))
+    assert [await wire.hears(), await wire.hears()] == [answered("x")] * 2
+    coming = target.server._coming
+    made = await target.hold()
+    if granted == "before the state":
+        router.links["b"].grant(r.request_id, 1, 9)
+        await until(lambda: [c.grant for c in coming._coming.values()] != [None])
+    wire.send(MoveState(1, state_of(r)))
+    if granted == "long after it has begun":
+        await until(lambda: coming.runs)
+        target.steps.set()
+        await made_ahead(target, tokens=3)
+        await target.hold()
+        router.links["b"].grant(r.request_id, 1, 9)
+    elif granted == "after the state":
+        router.links["b"].grant(r.request_id, 1, 9)
+    await until(lambda: not len(coming))
+    target.steps.set()
+    await router.tells(r.request_id, 1, tokens=1)
+    tokens, steps = router.ears.first_told[r.request_id, 1]
+    assert steps - tokens == made + 1, "each step from the second on has given it a token"
+    assert tokens >= 3 if granted == "long after it has begun" else tokens == 1
+    assert [*r.emitted_ids, *(await router.ends(r.request_id, 1))] == whole(asked("x", tokens=60))
+    router.links["b"].abort(other.request_id, 0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "its source calls it off",
+        "its router gives it up",
+        "its router goes",
+        "the replica leaves",
+        "nobody grants it",
+        "it is granted from another token on",
+    ],
+)
+async def test_what_has_run_ahead_and_is_not_granted_is_ended_and_nothing_of_it_told(make: Make, how: str) -> None:
+    world = make(move_expiry_s=0.2) if how == "nobody grants it" else make()
+    target = await world.replica("b")
+    router, wire = await world.router(target), await world.peer(target)
+    r = cut(asked("x", tokens=900), 9)
+    await bring(wire, r)
+    await made_ahead(target)
+    match how:
+        case "its source calls it off":
+            wire.send(MoveAbort(r.request_id, 1))
+        case "its router gives it up":
+            router.links["b"].abort(r.request_id, 1)
+        case "its router goes":
+            await router.leave()
+        case "the replica leaves":
+            target.server.hand_back()
+        case "it is granted from another token on":
+            router.links["b"].grant(r.request_id, 1, 8)
+            await router.ears.off("x", 1)
+        case "nobody grants it":
+            await target.hold()
+            await until(lambda: not len(target.server._coming))
+            target.steps.set()
+    await target.emptied()
+    assert not router.ears.tokens
+    assert not router.ears.ends
+    assert target.runner.progress().load.steps_total < 600, "it has not been left to run to its end"
+
+
+async def test_what_ends_before_it_is_granted_is_told_whole_with_its_end(make: Make) -> None:
+    world = make()
+    target = await world.replica("b")
+    router, wire = await world.router(target), await world.peer(target)
+    r = cut(asked("x", tokens=12), 9)
+    await bring(wire, r)
+    await made_ahead(target, tokens=3)
+    assert not router.ears.tokens
+    router.links["b"].grant(r.request_id, 1, 9)
+    await router.ears.notice("x", 1, MoveStage.TAKEN)
+    assert [*r.emitted_ids, *(await router.ends(r.request_id, 1))] == whole(asked("x", tokens=12))
+
+
+async def test_a_preemption_before_the_grant_is_told_after_it(make: Make) -> None:
+    world = make()
+    target = await world.replica("b", blocks=32, max_model_len=128)
+    router, wire = await world.router(target), await world.peer(target)
+    r = cut(asked("x", tokens=60), 9)
+    await bring(wire, r)
+    await made_ahead(target)
+    urgent = msgspec.structs.replace(asked("urgent", prompt=100, tokens=20), priority=10)
+    await router.runs(urgent, target, tokens=1)
+    assert not router.ears.preempted
+    router.links["b"].grant(r.request_id, 1, 9)
+    assert [*r.emitted_ids, *(await router.ends(r.request_id, 1))] == whole(asked("x", tokens=60))
+    assert [(p.request_id, p.attempt) for p in router.ears.preempted] == [("x", 1)]
+
+
+@pytest.mark.parametrize(
+    "why", ["its router is not here", "a suspect is tried alone", "a later attempt is here", "the replica drains"]
+)
+async def test_it_is_not_begun_ahead_where_it_may_not_be_granted(make: Make, why: str) -> None:
+    world = make(move_expiry_s=0.2)
+    target = await world.replica("b")
+    router, wire = await world.router(target), await world.peer(target)
+    r = cut(asked("x"), 9)
+    data = kv(r, state_of(r).computed_tokens)
+    owner = RouterId("router-9") if why == "its router is not here" else ME
+    wire.send(begin("x", router=owner), MoveBlocks(r.request_id, 1, 0, memoryview(data)))
+    assert [await wire.hears(), await wire.hears()] == [answered("x")] * 2
+    match why:
+        case "a suspect is tried alone":
+            router.links["b"].add(asked("suspect", tokens=900), 0, trial=Trial.ALONE, trial_tokens=900)
+            await router.tells(RequestId("suspect"), 0, tokens=1)
+        case "a later attempt is here":
+            await router.runs(r, target, attempt=2)
+        case "the replica drains":
+            target.server.take_work(False)
+    # What is refused is so after the state has been heard.
+    wire.send(MoveState(1, state_of(r)), MoveBlocks(RequestId("ghost"), 1, 0, memoryview(bytes(BLOCK_BYTES))))
+    assert await wire.hears() == answered("ghost", ImportRefusal.UNKNOWN)
+    assert len(target.server._coming) == 1
+    assert not target.server._coming.runs
+    router.links["b"].abort(RequestId("suspect"), 0)
+    router.links["b"].abort(r.request_id, 2)
+    await target.emptied()
+
+
+async def test_beside_what_has_begun_ahead_no_suspect_is_tried_alone(make: Make) -> None:
+    world = make()
+    target = await world.replica("b")
+    router, wire = await world.router(target), await world.peer(target)
+    await bring(wire, r := cut(asked("x", tokens=900), 9))
+    await made_ahead(target)
+    router.links["b"].add(asked("suspect"), 0, trial=Trial.ALONE, trial_tokens=3)
+    await router.ears.until(lambda: router.ears.refusals)
+    assert router.ears.refusals == [Refusal(RequestId("suspect"), 0, RefusalReason.FULL)]
+    router.links["b"].abort(r.request_id, 1)
+
+
+async def test_what_the_engine_was_asked_too_much_to_begin_ahead_is_begun_with_its_grant(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    target = await world.replica("b")
+    router, wire = await world.router(target), await world.peer(target)
+    with monkeypatch.context() as patched:
+        patched.setattr(target.runner.moves, "import_commit", busy)
+        await bring(wire, r := cut(asked("x", tokens=60), 9))
+        await until(lambda: target.server._coming.runs)
+    router.links["b"].grant(r.request_id, 1, 9)
+    assert [*r.emitted_ids, *(await router.ends(r.request_id, 1))] == whole(asked("x", tokens=60))
 
 
 # --- what must not be said ---

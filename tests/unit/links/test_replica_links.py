@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from cluster.clock import SystemClock
 from cluster.config import TransportConfig
 from cluster.engine.prefix import numbers_of, told_of
 from cluster.messages import Abort, Add, RosterEntry, StepFrame, ToReplica
-from cluster.ports import EngineProgress, MovesPort, ReplicaPort, StepResult
+from cluster.ports import EngineProgress, HeldAttempt, MovesPort, ReplicaPort, StepResult
 from cluster.types import (
     EngineLoad,
     FinishReason,
@@ -75,6 +76,9 @@ class PlayedEngine:
     def abort(self, request_id: RequestId, attempt: int) -> None:
         self.told.append(("abort", request_id, attempt))
         self.heard.set()
+
+    def held(self, limit: int) -> Future[tuple[HeldAttempt, ...]]:
+        raise NotImplementedError
 
     def progress(self) -> EngineProgress:
         return EngineProgress(load=self.load, alive=True, step_age_s=None)
