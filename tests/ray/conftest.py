@@ -25,14 +25,10 @@ PROFILE = {"engine": {"blocks": 1024, "max_model_len": 1024, "slots": 32, "step_
 
 
 @dataclass
-class Served:
-    """One `forebay serve`. `family` are its processes and all that they started."""
+class Endpoint:
+    """A Forebay on Ray, as one of its routers tells of it."""
 
-    process: subprocess.Popen[str]
     url: str
-    output: Path
-    cache: Path
-    ready_after_s: float
 
     def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=10).raise_for_status().json()
@@ -42,6 +38,16 @@ class Served:
         """Process ids of the replicas that the controller knows, by replica."""
         cluster = self.status()["cluster"]
         return {r["entry"]["replica_id"]: r["pid"] for r in cluster["replicas"]} if cluster else {}
+
+
+@dataclass
+class Served(Endpoint):
+    """One `forebay serve`. `family` are its processes and all that they started."""
+
+    process: subprocess.Popen[str]
+    output: Path
+    cache: Path
+    ready_after_s: float
 
     def family(self) -> list[psutil.Process]:
         root = psutil.Process(self.process.pid)
@@ -85,7 +91,7 @@ def served(
             assert process.poll() is None, f"it ended with {process.returncode}: {output.read_text()}"
             assert time.monotonic() - started < ready_within_s, output.read_text()
             time.sleep(0.05)
-        yield Served(process, url, output, cache, time.monotonic() - started)
+        yield Served(url, process, output, cache, time.monotonic() - started)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

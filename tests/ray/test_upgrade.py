@@ -61,9 +61,10 @@ async def test_a_rollout_of_everything_costs_no_client_an_error(tiny_model: Mode
             command = (
                 sys.executable,
                 "-m",
-                "tests.ray.redeploy",
+                "tests.ray.deploy",
                 str(folder),
                 ray_address(instance),
+                "run",
                 str(instance_file),
             )
             assert await (await asyncio.create_subprocess_exec(*command)).wait() == 0
