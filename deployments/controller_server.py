@@ -221,12 +221,12 @@ class ControllerServer:
         self._ticking = None
         if not self._peers:
             return
+        self._tick_soon()
         now_s = self._clock.monotonic()
         if now_s - due_s <= _LATE_S:
             self._propose(now_s)
         else:
             LOG.warning("nothing is proposed: this process stood still for %.1f s", now_s - due_s)
-        self._tick_soon()
 
     def _propose(self, now_s: float) -> None:
         began_s = time.thread_time()

@@ -138,9 +138,11 @@ def test_the_report_compares_medians_over_the_rounds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the replica needs a core of its own")
-def test_a_real_replica_with_steps_of_a_stated_length_does_what_is_predicted_within_a_third(tmp_path: Path) -> None:
+def test_a_real_replica_with_steps_of_a_stated_length_does_what_is_predicted_within_a_factor_of_two(
+    tmp_path: Path,
+) -> None:
     """A real replica, router and sockets. Its steps sleep, so that a busy machine disturbs them less than their times
-    differ; on a quiet one `forebay bench fidelity` holds what is predicted to a tenth."""
+    differ; how near it comes on a quiet one is what `forebay bench fidelity` measures."""
     report = compare(_settings(tmp_path), lambda what: None)
     assert report.value("real.tpot_p50_ms") > 1000 * (STEP_S + ROW_S)
-    assert report.value("worst_error_pct") < 33.0, report.rows
+    assert report.value("worst_error_pct") < 100.0, report.rows
