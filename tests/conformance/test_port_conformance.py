@@ -29,10 +29,8 @@ ARITHMETIC = [
     CONFIG.model_copy(update={"mode": mode, "order": order, "within_class": within})
     for mode, (order, within) in itertools.product(BatchingMode, ORDERS)
 ]
-REAL = [
-    CONFIG.model_copy(update={"order": order, "within_class": within, "host_blocks": 64}) for order, within in ORDERS
-]
-"""These swap, the arithmetic ones recompute."""
+REAL = [CONFIG.model_copy(update={"order": order, "host_blocks": 64}) for order in (Order.PRIORITY, Order.SRPT)]
+"""The orders that preempt, for it is there that a backend matters. These swap, the arithmetic ones recompute."""
 
 
 class Mortal(ArithmeticBackend):
