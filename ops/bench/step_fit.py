@@ -2,7 +2,9 @@
 
 Owns: what is kept of a measured step, and the fit. Imports the form (ops/sim/step_time.py). Pure. The form is linear in its
 parameters: the times at the knots, between which a step's tokens are interpolated, and the three terms beside them. Fitted
-is the relative error by least squares; steps that something else on the machine has disturbed are left out and counted.
+is by least squares the error relative to what is predicted: relative to what was measured, steps that happened to be short
+would count for more, and all predictions would be too short. Steps that something else on the machine has disturbed are left
+out and counted.
 """
 
 from __future__ import annotations
@@ -82,17 +84,20 @@ def _undisturbed(samples: Sequence[StepSample], knots: Sequence[int]) -> tuple[l
     kept = list(samples)
     for _ in range(_ROUNDS):
         off = np.array([one.ms for one in kept])
-        off = np.abs(_features(kept, knots) @ _solve(kept, knots) / off - 1)
+        # One pass: what was disturbed took long, and counts for little relative to itself.
+        off = np.abs(_features(kept, knots) @ _solve(kept, knots, passes=1) / off - 1)
         limit = DISTURBED_DEVIATIONS * float(np.median(off))
         kept = [one for one, by in zip(kept, off, strict=True) if by <= limit]
     return kept, len(samples) - len(kept)
 
 
-def _solve(samples: Sequence[StepSample], knots: Sequence[int]) -> NDArray[np.float64]:
-    ms = np.array([one.ms for one in samples])
-    solved: NDArray[np.float64] = np.linalg.lstsq(
-        _features(samples, knots) / ms[:, None], np.ones(len(ms)), rcond=None
-    )[0]
+def _solve(samples: Sequence[StepSample], knots: Sequence[int], passes: int = _ROUNDS) -> NDArray[np.float64]:
+    """By least squares with weights that are fitted again (iteratively reweighted)."""
+    ms, features = np.array([one.ms for one in samples]), _features(samples, knots)
+    predicted, least = ms, float(ms.min())
+    for _ in range(passes):
+        solved: NDArray[np.float64] = np.linalg.lstsq(features / predicted[:, None], ms / predicted, rcond=None)[0]
+        predicted = np.maximum(features @ solved, least)
     return solved
 
 

@@ -69,6 +69,12 @@ def test_a_fit_leaves_out_steps_that_something_else_has_disturbed() -> None:
     assert sum(abs(predicted_ms(fitted.times, one) / one.ms - 1) for one in steps) / len(steps) < 0.05
 
 
+def test_a_fit_of_steps_that_scatter_is_as_long_as_they_are_in_all() -> None:
+    steps = _steps(TRUTH, 1200, noise=0.3)
+    fitted = fit(steps, KV)
+    assert sum(predicted_ms(fitted.times, one) for one in steps) == pytest.approx(sum(s.ms for s in steps), rel=0.01)
+
+
 @pytest.mark.parametrize("samples", [[], [StepSample((), 1, 10, 5.0)] * 500])
 def test_a_fit_of_nothing_or_of_one_kind_of_step_is_refused(samples: Sequence[StepSample]) -> None:
     with pytest.raises(ValueError, match="too few to fit"):
