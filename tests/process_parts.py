@@ -1,12 +1,13 @@
 """A controller, a router or a replica as a process of its own: what tests/processes.py starts.
 
-    python -m tests.process_parts controller INSTANCE_FILE [PORT]
-    python -m tests.process_parts router INSTANCE_FILE CONTROLLER_PORT
-    python -m tests.process_parts replica INSTANCE_FILE CONTROLLER_PORT REPLICA_ID STEP_MS ROW_MS
+    python -m tests.process_parts controller INSTANCE_FILE [PORT [PLACE]]
+    python -m tests.process_parts router INSTANCE_FILE CONTROLLER_PORTS
+    python -m tests.process_parts replica INSTANCE_FILE CONTROLLER_PORTS REPLICA_ID STEP_MS ROW_MS
 
 Owns: the processes, what SIGTERM means to a router and a replica that Ray does not run (it drains, the next one ends it
 at once), and the faults that a replica's engine can be told to have. Each says one line once it can be used and
-ends when its standard input does; a replica answers each line that it is told with the same.
+ends when its standard input does; a replica answers each line that it is told with the same. CONTROLLER_PORTS are one, or
+two with a comma between.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ class FaultyRunner(EngineRunner):
         super().start(told, on_death)
 
 
-async def controller(instance: Instance, at_port: int) -> None:
-    server = ControllerServer(instance.secret(), SystemClock(), control=instance.profile.control)
+async def controller(instance: Instance, at_port: int, place: int) -> None:
+    server = ControllerServer(instance.secret(), SystemClock(), control=instance.profile.control, place=place)
     decode = msgspec.msgpack.Decoder(ToController).decode
     acceptor = Acceptor(server.identity, ROLES, decode, server.accept, instance.profile.transport)
     _, port = await acceptor.listen("127.0.0.1", at_port, instance.secret())
@@ -213,14 +214,16 @@ async def until_told_to_leave(
         ended.result()
 
 
-async def router(instance: Instance, controller_port: int) -> None:
-    process = await started(instance, controller_port)
+async def router(instance: Instance, controller_ports: Sequence[int]) -> None:
+    process = await started(instance, *controller_ports)
     port = urlsplit(process.url).port
     say(Listening(() if port is None else (port,)))
     await until_told_to_leave(process)
 
 
-async def replica(instance: Instance, controller_port: int, replica_id: ReplicaId, step_s: float, row_s: float) -> None:
+async def replica(
+    instance: Instance, controller_ports: Sequence[int], replica_id: ReplicaId, step_s: float, row_s: float
+) -> None:
     from cluster.engine.torch.backend import TorchBackend
     from cluster.engine.torch.build import prepare_process
 
@@ -236,7 +239,9 @@ async def replica(instance: Instance, controller_port: int, replica_id: ReplicaI
         runner = FaultyRunner(engine_over(backend, model, config), loop)
         return runner
 
-    process = ReplicaProcess(instance, served.folder, replica_id, find_at(controller_port), load, _die)
+    find, *others = map(find_at, controller_ports)
+    standby = others[0] if others else None
+    process = ReplicaProcess(instance, served.folder, replica_id, find, load, _die, standby=standby)
     await process.start("127.0.0.1")
     settle()
     await process.meet_routers()
@@ -277,14 +282,19 @@ def _die(why: str) -> None:
 def main(role: str, instance_file: str, *rest: str) -> None:
     instance = Instance.model_validate_json(Path(instance_file).read_bytes())
     if role == "controller":
-        asyncio.run(controller(instance, int(rest[0]) if rest else 0))
+        at_port, place, *_ = (*map(int, rest), 0, 0)
+        asyncio.run(controller(instance, at_port, place))
     elif role == "router":
-        (controller_port,) = rest
-        uvloop.run(router(instance, int(controller_port)))
+        (controller_ports,) = rest
+        uvloop.run(router(instance, _ports(controller_ports)))
     else:
-        controller_port, replica_id, *times_ms = rest
+        controller_ports, replica_id, *times_ms = rest
         step_s, row_s = (float(ms) / 1000 for ms in times_ms)
-        asyncio.run(replica(instance, int(controller_port), ReplicaId(replica_id), step_s, row_s))
+        asyncio.run(replica(instance, _ports(controller_ports), ReplicaId(replica_id), step_s, row_s))
+
+
+def _ports(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
+import subprocess
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import httpx
 import msgspec
@@ -23,6 +24,7 @@ from cluster.model import ModelFolder
 from deployments.settings import Instance, Profile, url_of
 from ops.bench.router_run import Part
 from ops.bench.router_wire import Listening
+from tests.forks import Forked
 from tests.line import read_metric, until
 from tests.process_parts import Drain, Freeze, Hold, HoldMoves, MoveCall, Told, UntilMoveHeld
 from tests.ray.streams import client_of
@@ -37,6 +39,12 @@ _told = msgspec.json.Decoder(Told).decode
 
 class Process(Part):
     """One of them."""
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """A command is a module, whose `main` takes the rest of it."""
+        module, *arguments = command
+        self._forked = Forked(module, arguments, environment, self._log)
+        return cast("subprocess.Popen[bytes]", self._forked)
 
     @property
     def pid(self) -> int:
@@ -75,14 +83,13 @@ class Process(Part):
 
     async def ended(self) -> None:
         """Wait until it has ended, by itself or by another."""
-        fd = os.pidfd_open(self.pid)
+        fd = self._forked.ended_fd
         loop, over = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(fd, over.set)
         try:
             await over.wait()
         finally:
             loop.remove_reader(fd)
-            os.close(fd)
 
 
 class ReplicaPart(Process):
@@ -127,11 +134,13 @@ class ReplicaPart(Process):
 class Cluster:
     """A running line. `client` asks its first router."""
 
-    def __init__(self, instance_file: Path, step_s: float, row_s: float, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self, instance_file: Path, controllers: int, step_s: float, row_s: float, stack: contextlib.AsyncExitStack
+    ) -> None:
         self._instance_file = str(instance_file)
         self._times_ms = str(step_s * 1000), str(row_s * 1000)
         self._stack = stack
-        self._controller_port = 0
+        self._controller_ports = [0] * controllers
         self._replicas_made = 0
         self.replicas: list[ReplicaPart] = []
         """Those that run, the oldest first."""
@@ -140,14 +149,21 @@ class Cluster:
         self.urls: list[str] = []
         """Of the routers that it began with, in their order. One that takes another's place has its port."""
         self.client: httpx.AsyncClient
-        self.controller: Process
+        self.controllers: dict[int, Process] = {}
+        """By their place: the one that leads, and one that stands by where the profile says so."""
+
+    @property
+    def controller(self) -> Process:
+        """The first."""
+        return self.controllers[0]
 
     @property
     def url(self) -> str:
         return self.urls[0]
 
     async def start(self, replicas: int, routers: int) -> None:
-        await self.start_controller()
+        for place in range(len(self._controller_ports)):
+            await self.start_controller(place)
         began = [self._begin_router() for _ in range(routers)]
         await asyncio.gather(*(self.start_replica() for _ in range(replicas)))
         for router in began:
@@ -159,7 +175,7 @@ class Cluster:
         await self.until_ready(replicas)
 
     def _begin_router(self) -> Process:
-        command = self.command("tests.process_parts", "router", self._instance_file, str(self._controller_port))
+        command = self.command("tests.process_parts", "router", self._instance_file, self._controllers_at)
         router = Process("router", command)
         self._stack.callback(router.close)
         self.routers.append(router)
@@ -170,18 +186,22 @@ class Cluster:
         ports = (await self._begin_router().begun()).ports
         return url_of("127.0.0.1", ports[0]) if ports else None
 
-    async def start_controller(self) -> None:
-        """The first, or one in the place of one that has been killed."""
-        role = ("controller", self._instance_file, str(self._controller_port))
-        self.controller = Process("controller", self.command("tests.process_parts", *role))
-        self._stack.callback(self.controller.close)
-        (self._controller_port,) = (await self.controller.begun()).ports
+    async def start_controller(self, place: int = 0) -> None:
+        """One, or one in the place of one that has been killed."""
+        role = ("controller", self._instance_file, str(self._controller_ports[place]), str(place))
+        controller = self.controllers[place] = Process("controller", self.command("tests.process_parts", *role))
+        self._stack.callback(controller.close)
+        (self._controller_ports[place],) = (await controller.begun()).ports
+
+    @property
+    def _controllers_at(self) -> str:
+        return ",".join(map(str, self._controller_ports))
 
     async def start_replica(self, replica_id: str = "") -> ReplicaPart:
         """One more, or one by the name of one that has gone; returns when the routers have met it."""
         if not replica_id:
             replica_id, self._replicas_made = f"replica-{self._replicas_made}", self._replicas_made + 1
-        role = ("replica", self._instance_file, str(self._controller_port), replica_id, *self._times_ms)
+        role = ("replica", self._instance_file, self._controllers_at, replica_id, *self._times_ms)
         replica = ReplicaPart(replica_id, self.command("tests.process_parts", *role))
         self._stack.callback(replica.close)
         await replica.begun()
@@ -202,7 +222,7 @@ class Cluster:
 
     @staticmethod
     def command(module: str, *arguments: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", module, *arguments)
+        return (module, *arguments)
 
 
 async def until_takes_work(url: str) -> None:
@@ -236,6 +256,6 @@ async def running_cluster(
     instance = Instance(profile=profile, model_folders=(model.path,), secret_path=secret_path)
     instance_file.write_text(instance.model_dump_json())
     async with contextlib.AsyncExitStack() as stack:
-        cluster = Cluster(instance_file, step_s, row_s, stack)
+        cluster = Cluster(instance_file, 1 + profile.control.standby, step_s, row_s, stack)
         await cluster.start(replicas, routers)
         yield cluster

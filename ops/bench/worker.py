@@ -38,20 +38,23 @@ class Worker:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         try:
-            # A session of its own: an interrupt at the terminal is for the benchmark, which then ends its workers.
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                env={**os.environ, **environment},
-                bufsize=0,
-                start_new_session=True,
-            )
+            self._process = self._start(command, {**os.environ, **environment})
         except OSError as error:
             self._log.close()
             raise WorkerError(f"{name}: {command[0]} cannot be run: {error.strerror}") from error
         self._decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        # A session of its own: an interrupt at the terminal is for the benchmark, which then ends its workers.
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,
+        )
 
     def __enter__(self) -> Worker:
         return self

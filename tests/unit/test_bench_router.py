@@ -204,6 +204,7 @@ def test_an_open_stream_that_says_nothing_takes_at_most_30_kb_of_the_router(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_one_small_run_measures_our_router_and_leaves_no_process(tiny_model: ModelFolder) -> None:
     """Real processes and sockets; eight streams, one window, no peer. On a machine too busy for that it says so."""
     small = replace(plan((8,), 1, True), warm_s=0.2, windows=1, request_s=0.3, probes=3, open_streams=20)

@@ -18,6 +18,7 @@ from tests.vllm.vllm_kit import Listener, request
 GIB = 2**30
 
 
+@pytest.mark.alone
 def test_blocks_follow_from_the_share_of_memory_and_stopping_leaves_no_process(tiny_model: ModelFolder) -> None:
     """On a CPU vLLM takes the share of the machine's memory; of it goes what its worker has taken before."""
     share = 1.5 * GIB / psutil.virtual_memory().total

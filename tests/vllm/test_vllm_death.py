@@ -8,6 +8,7 @@ import threading
 import time
 
 import psutil
+import pytest
 
 from cluster.clock import SystemClock
 from cluster.config import EngineConfig, EngineKind, VllmConfig
@@ -15,6 +16,8 @@ from cluster.engine.vllm.build import build_vllm_engine
 from cluster.model import ModelFolder
 from cluster.types import Refusal, RefusalReason
 from tests.vllm.vllm_kit import PATIENCE_S, Listener, request
+
+pytestmark = pytest.mark.alone
 
 CONFIG = EngineConfig(
     kind=EngineKind.VLLM,

@@ -21,7 +21,7 @@ from tests.ray.conftest import Served, served
 from tests.ray.streams import Reader, body, client_of
 from tests.vllm.vllm_kit import Reference, request
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 SLOTS = 8
 PROFILE = {
