@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 class Config(BaseModel):
     """Base of all configuration: frozen, and a typing error in a key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DType(StrEnum):
@@ -179,8 +179,9 @@ class PriorityClass(Config):
     max_queued_bytes: PositiveInt = Field(256 * 2**20, description="Bound of its band in bytes, prompts counted.")
     longest_wait_s: PositiveFloat | None = Field(
         None,
-        description="Longest wait for a replica that the class promises: what it cannot begin within it is refused at "
-        "arrival, and ends with 504 where it waits so long all the same. None: the router's max_queue_s.",
+        description="Longest wait that the class promises until a prompt is begun: what cannot be is refused at arrival, "
+        "long prompts before short ones, and ends with 504 where it waits for a replica so long all the same. None: the "
+        "router's max_queue_s, and the prompts that go first on a replica are not counted.",
     )
     first_token_slo_s: PositiveFloat | None = Field(
         None,
@@ -313,7 +314,7 @@ class RouterConfig(Config):
         0.5,
         ge=0,
         description="How much fuller, in parts of its capacity, a replica may be than another and still be preferred "
-        "for a prompt that it has computed already.",
+        "for a prompt that it has computed already, beside the time that this saves. 0: none of it counts.",
     )
     affinity_entries: PositiveInt = Field(
         65_536, description="Sessions and beginnings of prompts that are remembered, with the replica that had them."
@@ -411,6 +412,11 @@ class TransportConfig(Config):
 class ControlConfig(Config):
     """What the controller proposes: when work is moved or given back, and what a move is taken to cost."""
 
+    standby: bool = Field(
+        False,
+        description="A second controller hears all that the first hears, and leads within two seconds when that is gone; "
+        "without it Ray Serve starts another, which takes longer.",
+    )
     tick_s: PositiveFloat = Field(0.05, description="The controller decides so often.")
     stale_after_s: PositiveFloat = Field(
         0.5, description="A replica's report that is older says nothing: nothing is proposed to it or from it."

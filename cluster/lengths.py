@@ -47,7 +47,7 @@ Key = tuple[str | int, ...]
 class Histogram:
     """Lengths with fading weights. Within a bin all lengths are taken to be equally likely."""
 
-    __slots__ = ("_counts", "_longest", "_mass_above", "_sum_above", "weight")
+    __slots__ = ("_counts", "_mass_above", "_sum_above", "longest", "weight")
 
     def __init__(self) -> None:
         self.weight = 0.0
@@ -57,7 +57,7 @@ class Histogram:
         """At k: weight of all bins from k on; made anew when it is next asked for."""
         self._sum_above: list[float] = []
         """The same of weight x length."""
-        self._longest = 0
+        self.longest = 0
         """Nothing is above that."""
 
     def observe(self, length: int) -> None:
@@ -65,7 +65,7 @@ class Histogram:
         self._counts = [count * keep for count in self._counts]
         above = bisect_left(EDGES, min(max(length, 1), _LONGEST))
         self._counts[above - 1] += 1
-        self._longest = max(self._longest, EDGES[above])
+        self.longest = max(self.longest, EDGES[above])
         self.weight = self.weight * keep + 1
         self._mass_above = []
 
@@ -78,7 +78,7 @@ class Histogram:
         total = self._mass_above[0]
         if tokens <= 0:
             return 1.0, self._sum_above[0] / total
-        if tokens >= self._longest:
+        if tokens >= self.longest:
             return 0.0, 0.0
         k = bisect_left(EDGES, tokens)  # the first bin that is above it whole
         mass, summed = self._mass_above[k], self._sum_above[k]
@@ -92,9 +92,11 @@ class Histogram:
 class LengthPredictor:
     """Output lengths of one engine's requests. Not safe for several threads."""
 
-    __slots__ = ("_histograms",)
+    __slots__ = ("_histograms", "_mixtures")
 
     def __init__(self) -> None:
+        self._mixtures: dict[Key, list[tuple[float, Histogram | None]]] = {}
+        """Those that have been asked for since something was learned."""
         self._histograms: OrderedDict[Key, Histogram] = OrderedDict()
         """The one that has learned nothing for longest is first."""
 
@@ -125,10 +127,15 @@ class LengthPredictor:
             return float(min(stated, max_tokens))
         mass = summed = 0.0
         for share, histogram in self._mixture(tenant, priority_class, prompt_tokens):
-            above_made, sum_made = _above(histogram, made, max_tokens)
-            above_max, sum_max = _above(histogram, max_tokens, max_tokens)
+            if histogram is None:
+                above_made, sum_made = _above(None, made, max_tokens)
+            else:
+                above_made, sum_made = histogram.above(made)
+                if max_tokens < histogram.longest:  # else nothing is above it
+                    above_max, sum_max = histogram.above(max_tokens)
+                    sum_made = sum_made - sum_max + max_tokens * above_max
             mass += share * above_made
-            summed += share * (sum_made - sum_max + max_tokens * above_max)
+            summed += share * sum_made
         return min(max(summed / mass, made + 1.0), float(max_tokens))
 
     def quantile(
@@ -154,6 +161,7 @@ class LengthPredictor:
 
     def observe(self, tenant: str, priority_class: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request has ended by itself after so many output tokens."""
+        self._mixtures.clear()
         for key in _keys(tenant, priority_class, prompt_tokens):
             histogram = self._histograms.get(key)
             if histogram is None:
@@ -165,7 +173,14 @@ class LengthPredictor:
 
     def _mixture(self, tenant: str, priority_class: str, prompt_tokens: int) -> list[tuple[float, Histogram | None]]:
         """(share, histogram), nearest first; None stands for the prior. The shares add up to 1."""
+        asked = tenant, priority_class, prompt_tokens.bit_length()
+        known = self._mixtures.get(asked)
+        if known is not None:
+            return known
+        if len(self._mixtures) >= MAX_KEYS:
+            self._mixtures.clear()
         parts: list[tuple[float, Histogram | None]] = []
+        self._mixtures[asked] = parts
         left = 1.0
         for key in _keys(tenant, priority_class, prompt_tokens):
             histogram = self._histograms.get(key)

@@ -26,8 +26,8 @@ from cluster.types import (
     TokenDelta,
 )
 
-PROTOCOL_NEWEST = 5
-PROTOCOL_OLDEST = 5
+PROTOCOL_NEWEST = 6
+PROTOCOL_OLDEST = 6
 """The oldest version that this code still speaks."""
 
 
@@ -74,8 +74,6 @@ class Hello(Message, frozen=True):
     model_hash: str
     """Model and tokenizer identity; empty where it does not matter (controller links)."""
     generation: Generation | None = None
-    controller_generation_seen: Generation | None = None
-    """The latest controller that the sender has met; a new controller takes a higher number."""
 
 
 class Welcome(Message, frozen=True):
@@ -275,6 +273,8 @@ class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
     """Whose keys and values are in blocks here: what is moved with it, or computed again without it."""
     remaining_tokens: int
     """Output that is still expected of it, one at least."""
+    to_compute_tokens: int
+    """Of its prompt and its output so far, those whose keys and values are not here: all of them, where it holds none."""
 
 
 class ReplicaStatus(Message, frozen=True):
@@ -317,6 +317,17 @@ class RouterStatus(Message, frozen=True):
     url: str
     pid: int
     models: tuple[ModelStatus, ...]
+    standbys: int = 0
+    """Controllers that it is linked to beside the one that leads."""
+
+
+class Follows(Message, frozen=True):
+    """Whom its sender follows, to each controller, whenever it changes and first on every new link."""
+
+    generation: Generation | None
+    """Of the latest controller that it has met; None before the first."""
+    heard: bool
+    """It is linked to that one, and has heard of it lately."""
 
 
 class StatusRequest(Message, frozen=True):
@@ -421,6 +432,8 @@ class RouterDemand(Message, frozen=True):
     """Requests that wait, whether a replica is reached or not."""
     queued_service: float = 0.0
     """What serving these is expected to take."""
+    of_one_per_s: float | None = None
+    """What one full replica does, as a controller said last that had measured it: for one that has not yet."""
     first_tokens: tuple[FirstTokens, ...] = ()
     observed_unix_s: float = 0.0
     """When it was told, by the clock that `heads` are told by: clocks of several hosts need not agree."""
@@ -465,6 +478,13 @@ class Gates(Message, frozen=True):
 # --- controller -> replica or router ---
 
 
+class Leads(Message, frozen=True):
+    """This controller acts, as this generation: what comes on the link from here on is its word. Said first, and again
+    and again, so that its silence tells. A controller that stands by says nothing."""
+
+    generation: Generation
+
+
 class Granted(Message, frozen=True):
     """The generation of a replica that said hello without one."""
 
@@ -475,6 +495,38 @@ class Roster(Message, frozen=True):
     """The replicas that the controller knows. Absence closes no link; one that is named is tried again and again."""
 
     entries: tuple[RosterEntry, ...]
+
+
+class Weigh(Message, frozen=True):
+    """To a replica: tell for so long what is here, however much room there is: a request of its model fits nowhere. Said
+    again while that lasts."""
+
+    for_s: float
+
+
+class ScaleDecision(msgspec.Struct, frozen=True, array_like=True):
+    """The number of replicas of a model that are to take work was changed, or not."""
+
+    at_unix_s: float
+    was: int
+    wanted: int
+    why: str
+    numbers: dict[str, float]
+    """By which it was decided; what was not measured is not among them."""
+
+
+class ScaleStatus(Message, frozen=True):
+    """How many replicas a model is to have, to the routers, that show it."""
+
+    model: str
+    now: ScaleDecision
+    """Why nothing changes just now, or what does."""
+    kept: int | None
+    """So many Serve keeps, as it said last; None where it has not been asked."""
+    trouble: str = ""
+    """Why Serve could not be asked or told the last time."""
+    changes: tuple[ScaleDecision, ...] = ()
+    """The last ones of this controller, the latest first."""
 
 
 class DrainOrder(Message, frozen=True):
@@ -530,14 +582,18 @@ class ClusterStatus(Message, frozen=True):
     uptime_s: float
     replicas: tuple[ReplicaSummary, ...]
     routers: tuple[RouterStatus, ...]
+    scale: tuple[ScaleStatus, ...] = ()
+    """Of each model whose replicas come and go."""
 
 
 ToReplica = Add | Abort | ResendFrom | Goodbye | Move | CallOff | Grant | Release
 ToPeer = MoveBegin | MoveBlocks | MoveState | MoveAbort
 FromPeer = MoveAnswer
 ToRouter = StepFrame
-ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand | Unplaced
-FromController = Granted | Roster | ClusterStatus | DrainOrder | Leave | DrainTold | Gates | Propose
+ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand | Unplaced | Follows
+FromController = (
+    Granted | Roster | ClusterStatus | DrainOrder | Leave | DrainTold | Gates | Propose | Weigh | Leads | ScaleStatus
+)
 Handshake = Challenge | Hello | Welcome | Rejected
 
 

@@ -90,6 +90,17 @@ PROPOSALS = Metric(
     "The controller's proposals that a request leaves its replica, by what became of them.",
     ("outcome",),
 )
+CONTROLLER_LEADS = Metric("forebay_controller_leads", "1 where the router is linked to a controller that leads.")
+CONTROLLER_STANDBYS = Metric(
+    "forebay_controller_standbys", "Controllers that the router is linked to beside the one that leads."
+)
+CONTROLLER_GENERATION = Metric(
+    "forebay_controller_generation",
+    "Number of the latest controller that the router has met: each that leads is later.",
+)
+CONTROLLER_REFUSED = Metric(
+    "forebay_controller_refused", "Messages of controllers that have a successor, which the router did not heed."
+)
 ENGINE_DEATHS = Metric("forebay_engine_deaths", "Replicas that were lost with requests running on them.")
 SUSPECTS = Metric("forebay_suspects", "Live requests that ran on an engine when it died and are not cleared yet.")
 FENCED = Metric("forebay_fenced_deltas", "Deltas dropped: of an old attempt, or repeats.", ("kind",))
@@ -104,6 +115,14 @@ EJECTIONS = Metric(
     "forebay_replica_ejections", "Times that a replica was put out, by the fault that did it.", ("fault",)
 )
 REPLICAS_EJECTED = Metric("forebay_replicas_ejected", "Replicas that get nothing new because they failed.")
+SCALE = Metric(
+    "forebay_scale",
+    "Of a model with `scale`, as the controller said last: wanted (replicas that are to take work), and what that is decided "
+    "by: demand_per_s and of_one_per_s (what is asked and what one full replica does, in weighted tokens per second), "
+    "occupied (replicas), queued (requests), attained (part of first tokens in time). What is not measured is absent.",
+    ("figure",),
+)
+SCALE_FIGURES = ("demand_per_s", "of_one_per_s", "occupied", "queued", "attained")
 REPLICAS_READY = Metric("forebay_replicas_ready", "Replicas that new work can be sent to.")
 REPLICA_SLOTS = Metric("forebay_replica_slots", "Running-request slots of a replica.", ("replica",))
 REPLICA_RUNNING = Metric("forebay_replica_running_requests", "Running requests of a replica.", ("replica",))

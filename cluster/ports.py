@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from cluster.messages import RosterEntry, Standing, StepFrame
 from cluster.types import (
     EngineLoad,
@@ -185,6 +187,8 @@ class HeldAttempt(Value, frozen=True):
     """Whose keys and values it has, in blocks or in host memory."""
     remaining_tokens: int
     """Output that is still expected of it, one at least."""
+    to_compute_tokens: int
+    """Of its prompt and its output so far, those whose keys and values it has not."""
 
 
 class EnginePort(Protocol):
@@ -338,8 +342,7 @@ class ScoreSpec:
     top: int
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of one step: `token_ids` are run at positions start, start + 1, …
 
     `block_table` names the physical blocks of positions 0 … start + len(token_ids) - 1, in order. The keys and values
@@ -354,8 +357,7 @@ class Row:
     score: ScoreSpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutput:
+class RowOutput(msgspec.Struct, frozen=True, gc=False):
     """What a step computed for one row."""
 
     token_id: int | None = None

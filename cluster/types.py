@@ -183,6 +183,8 @@ class PriorityLoad(msgspec.Struct, frozen=True, array_like=True):
     requests: int
     blocks: int
     """KV blocks that it holds; of waiting work, those that paused requests keep, which more urgent work can take."""
+    prompt_tokens: int = 0
+    """Tokens of prompts, and of work that is computed again, that are still to be run before each draws its next token."""
 
 
 class PrefixChange(msgspec.Struct, frozen=True, array_like=True):
@@ -208,7 +210,7 @@ class EngineLoad(Value, frozen=True):
     blocks_total: int
     blocks_free: int
     """Held by nobody; those with reusable prefixes in them included."""
-    block_size_tokens: int
+    block_size_tokens: Annotated[int, msgspec.Meta(ge=1)]
     running: tuple[PriorityLoad, ...] = ()
     waiting: tuple[PriorityLoad, ...] = ()
     """Accepted and not running: new, or preempted."""
@@ -229,6 +231,8 @@ class EngineLoad(Value, frozen=True):
     """Tokens of prompts, and of work that is computed again, that were run."""
     padding_tokens_total: int = 0
     """Tokens that a padding batching mode ran for nothing."""
+    step_tokens: int = 0
+    """Tokens that one step runs at most; 0: not told."""
 
 
 class EngineState(Value, frozen=True):

@@ -56,8 +56,13 @@ class PrefixFeed:
         untold = self._untold
         if not untold and not self._afresh:
             return None
-        piece = [untold.popitem()[0] for _ in range(min(len(untold), FRAME_BLOCKS))]
-        held = [number for number in piece if number in self._held]
-        gone = [number for number in piece if number not in self._held]
+        if len(untold) <= FRAME_BLOCKS:
+            piece = list(reversed(untold))
+            untold.clear()
+        else:
+            piece = [untold.popitem()[0] for _ in range(FRAME_BLOCKS)]
+        all_held = self._held
+        held = [number for number in piece if number in all_held]
+        gone = [number for number in piece if number not in all_held] if len(held) < len(piece) else []
         afresh, self._afresh = self._afresh, False
         return PrefixChange(told_of(held), told_of(gone), afresh)

@@ -8,6 +8,11 @@ The prediction. A class is served at its measured drain; while more urgent work 
 known, at its minimum share of all that drains, which it gets once its next request has waited `ageing_after_s`. In front of a request
 stands, in service, what its band holds; but of each other tenant no more, for its weight, than what the request's own
 tenant has there with it, since tenants of a band are served evenly.
+
+Who is sent out at once still waits on its replica until the prompts there that are as urgent have been run. Where that is
+longer than its class's longest wait it is refused, and the sooner the longer its own prompt is, since the next one waits for
+that too: of all that might be refused under overload, the longest spare the others most. Even the longest is let in where it
+begins within half of the wait.
 """
 
 from __future__ import annotations
@@ -69,6 +74,15 @@ class Pace(msgspec.Struct, frozen=True):
     first_token_s: float | None = None
     """From being sent out to the first token."""
     next_token_s: float | None = None
+    prompts: Prompts | None = None
+    """On the replica that it is sent to at once; None too where it is sent nowhere yet."""
+
+
+class Prompts(msgspec.Struct, frozen=True):
+    """What a replica takes to run the prompts of what is as urgent there, and the request's own."""
+
+    ahead_s: float
+    own_s: float
 
 
 NOT_MEASURED = Pace()
@@ -137,17 +151,17 @@ def decide(facts: RequestFacts, view: AdmissionView, rng: random.Random) -> Admi
     refused = _over_bounds(facts, view, waiting) or _too_late(facts, view, starts=starts)
     if refused is not None:
         pace = view.pace
-        wait_s = backlog_seconds(pace.backlog, pace.drain_per_s)
+        wait_s = backlog_seconds(pace.backlog, pace.drain_per_s) + (pace.prompts.ahead_s if pace.prompts else 0.0)
         outcome, error, numbers = refused
         numbers |= {"backlog": pace.backlog, "drain_per_s": round(pace.drain_per_s or 0.0, 1)}
         return Reject(outcome, retry_after_s(wait_s, rng), error, numbers)
     return ADMIT if starts else Queue(view.ahead_requests)
 
 
-def begins_freely(count: int, terms: Terms, *, starts: bool) -> bool:
+def begins_freely(count: int, terms: Terms, longest_wait_s: float | None, *, starts: bool) -> bool:
     """Whether nothing stands against it but that the router drains, however its class is being served: it is one alone,
-    starts at once and states no time."""
-    return starts and count == 1 and terms.ttft_slo_s is None and terms.timeout_s is None
+    starts at once, and no time is stated by it or its class."""
+    return starts and count == 1 and terms.ttft_slo_s is None and terms.timeout_s is None and longest_wait_s is None
 
 
 _Refused = tuple[Outcome, str, dict[str, float]]
@@ -181,6 +195,10 @@ def _too_late(facts: RequestFacts, view: AdmissionView, *, starts: bool) -> _Ref
     if wait_s is not None and wait_s > WAIT_MARGIN * view.longest_wait_s:
         numbers = {"predicted_wait_s": round(wait_s, 1), "longest_wait_s": view.longest_wait_s, "ahead": pace.ahead}
         return Outcome.REJECTED_WAIT, "", numbers
+    prompts = pace.prompts
+    if prompts is not None and prompts.ahead_s > begun_within_s(view.longest_wait_s, prompts.own_s):
+        numbers = {"prompts_ahead_s": round(prompts.ahead_s, 2), "own_prompt_s": round(prompts.own_s, 2)}
+        return Outcome.REJECTED_WAIT, "", numbers | {"longest_wait_s": view.longest_wait_s}
     first_token_s = facts.age_s + (wait_s or 0.0) + (pace.first_token_s or 0.0)
     end_s = first_token_s + (facts.output_tokens - 1) * (pace.next_token_s or 0.0)
     for name, predicted_s, allowed_s in (
@@ -206,6 +224,11 @@ def predicted_wait_s(pace: Pace, service: int) -> float | None:
     if pace.share_per_s:
         waits_s.append(max(pace.ageing_after_s, (pace.ahead + service) / pace.share_per_s))
     return min(waits_s, default=None)
+
+
+def begun_within_s(longest_wait_s: float, own_prompt_s: float) -> float:
+    """How long the prompts ahead of a request may take on its replica for it to be let in."""
+    return max(WAIT_MARGIN * longest_wait_s - own_prompt_s, longest_wait_s / 2)
 
 
 def evenly_ahead(backlog: int, own: int, weight: float, waiting_weight: float) -> float:

@@ -16,6 +16,7 @@ from router.admission import (
     AdmissionView,
     Admit,
     Pace,
+    Prompts,
     Queue,
     Reject,
     RequestFacts,
@@ -30,7 +31,8 @@ from router.gates import GateKeeper
 from router.live import Live, size_bytes
 from router.pace import DrainRate, ServiceTimes
 from router.queue import BandQueue
-from router.routing import Need, Placement
+from router.routing import Need, Placement, prompts_ahead
+from router.view import Replica
 
 
 class Arrivals:
@@ -45,14 +47,16 @@ class Arrivals:
         queue: BandQueue,
         gates: GateKeeper,
         place: Callable[[Live, Need, float], Placement | None],
+        prompt_left: Callable[[Live, Replica], int],
     ) -> None:
-        """`place`: where a request can go now, if anywhere."""
+        """`place`: where a request can go now, if anywhere. `prompt_left`: tokens of it that are to be run there."""
         self._config = config
         self._rng = rng
         self._fleet = fleet
         self._queue = queue
         self._gates = gates
         self._place = place
+        self._prompt_left = prompt_left
         self._drains = {c.name: DrainRate(now_s) for c in config.classes}
         self._drain_of_all = DrainRate(now_s)
         self._asleep = False
@@ -90,12 +94,14 @@ class Arrivals:
         """Decide about requests that arrive as one, by the first, and say so to each."""
         first = lives[0]
         need = first.need(self._config.expected_output_tokens)
-        room = self._has_room(first, need, now_s)
-        if not draining and begins_freely(len(lives), first.terms, starts=room):
+        placement = self._room(first, need, now_s)
+        room, longest_wait_s = placement is not None, first.priority_class.longest_wait_s
+        if not draining and begins_freely(len(lives), first.terms, longest_wait_s, starts=room):
             decision: Admit | Queue | Reject = ADMIT
         else:
             facts = self._facts(first, need, len(lives), now_s)
-            view = self._admission_view(facts, first, now_s, room=room, draining=draining)
+            prompts = None if placement is None else self._prompts(first, placement, now_s)
+            view = self._admission_view(facts, first, prompts, now_s, room=room, draining=draining)
             decision = decide(facts, view, self._rng)
         match decision:
             case Reject(outcome, _, _, numbers):
@@ -111,12 +117,21 @@ class Arrivals:
             live.decided(now_s, event, figures, why=why)
         return decision
 
-    def _has_room(self, live: Live, need: Need, now_s: float) -> bool:
-        """Whether nobody stands before it, here or elsewhere, and a replica holds it now."""
+    def _room(self, live: Live, need: Need, now_s: float) -> Placement | None:
+        """Where it goes now, if nobody stands before it, here or elsewhere, and a replica holds it."""
         priority = live.request.priority
         if self._queue.at_or_above(priority) or not self._gates.lets_out(priority, now_s):
-            return False
-        return self._place(live, need, now_s) is not None
+            return None
+        return self._place(live, need, now_s)
+
+    def _prompts(self, live: Live, placement: Placement, now_s: float) -> Prompts | None:
+        """None: how long they take has not been measured."""
+        step_s = self.times.prompt_step_s(live.priority_class.name)
+        if step_s is None:
+            return None
+        replica = self._fleet[placement.replica_id]
+        ahead = replica.steps(prompts_ahead(live.request.priority, replica.view(self._config, now_s)))
+        return Prompts(ahead * step_s, replica.steps(self._prompt_left(live, replica)) * step_s)
 
     def _facts(self, live: Live, need: Need, count: int, now_s: float) -> RequestFacts:
         request = live.request
@@ -132,7 +147,7 @@ class Arrivals:
         )
 
     def _admission_view(
-        self, facts: RequestFacts, live: Live, now_s: float, *, room: bool, draining: bool
+        self, facts: RequestFacts, live: Live, prompts: Prompts | None, now_s: float, *, room: bool, draining: bool
     ) -> AdmissionView:
         request, name = live.request, live.priority_class.name
         charge, own = self._queue.of_class(name), self._queue.of_tenant(name, request.tenant)
@@ -147,10 +162,12 @@ class Arrivals:
             tenant_requests=own.requests,
             tenant_bytes=own.size_bytes,
             longest_wait_s=live.priority_class.longest_wait_s or self._config.max_queue_s,
-            pace=self._pace(facts, live, charge.service, own.service, now_s),
+            pace=self._pace(facts, live, prompts, charge.service, own.service, now_s),
         )
 
-    def _pace(self, facts: RequestFacts, live: Live, backlog: int, own: int, now_s: float) -> Pace:
+    def _pace(
+        self, facts: RequestFacts, live: Live, prompts: Prompts | None, backlog: int, own: int, now_s: float
+    ) -> Pace:
         """`own`: of the backlog, what the request's tenant has there."""
         request, name = live.request, live.priority_class.name
         outranked = self._queue.at_or_above(request.priority + 1) > 0
@@ -164,6 +181,7 @@ class Arrivals:
             ageing_after_s=self._config.ageing_after_s,
             first_token_s=self.times.first_token_s(len(request.prompt_ids)),
             next_token_s=self.times.next_token_s,
+            prompts=prompts,
         )
 
     def retry_after_s(self, live: Live, now_s: float) -> int:

@@ -31,7 +31,7 @@ from router.metrics_sink import RouterMetrics
 from router.prefixes import Prefixes
 from router.queue import BandQueue, Waiting
 from router.rank import rank_of
-from router.routing import NO_FAVOUR, Need, Placement
+from router.routing import NO_FAVOUR, Need, Placement, prompts_ahead
 from router.share import MinimumShares
 from router.suspects import Trial
 from router.terms import Terms
@@ -65,7 +65,9 @@ class Dispatcher:
         self.gates = GateKeeper(self.queue, self._tenants, self._prompt_charge, now_s)
         self._held: set[RequestId] = set()
         """Of those that wait, the ones that have been told that a gate holds them back."""
-        self.arrivals = Arrivals(config, now_s, rng, fleet, self.queue, self.gates, self._place_arrival)
+        self.arrivals = Arrivals(
+            config, now_s, rng, fleet, self.queue, self.gates, self._place_arrival, self._prompt_left
+        )
         self.judge, self.retry_after_s = self.arrivals.judge, self.arrivals.retry_after_s
         self.drain_per_s = self.arrivals.drain_per_s
         self._affinity = Affinity(config.affinity_entries)
@@ -167,8 +169,8 @@ class Dispatcher:
         return placement
 
     def _favour(self, live: Live) -> Mapping[ReplicaId, float]:
-        """By the part of its prompt that need not be computed there: what a replica tells that it holds, or what it is
-        about to compute for others. Of equals, where its session was last."""
+        """By the part of its prompt that need not be computed there, and the steps that it would fill: what a replica tells
+        that it holds, or what it is about to compute for others. Of equals, where its session was last."""
         weight, prompt = self._config.affinity_weight, len(live.request.prompt_ids)
         if not weight:
             return NO_FAVOUR
@@ -176,13 +178,21 @@ class Dispatcher:
         if live.chain is None:
             live.chain = self._prefixes.chain(live.request)
         if live.chain is not None:
-            of_one = weight * live.chain.block_size_tokens / prompt
-            favour = {replica_id: of_one * blocks for replica_id, blocks in self._prefixes.found(live.chain).items()}
+            block_size = live.chain.block_size_tokens
+            for replica_id, blocks in self._prefixes.found(live.chain).items():
+                favour[replica_id] = self._spared(replica_id, block_size * blocks, prompt)
         seen = self._affinity.expected(live.affinity_keys, prompt) if live.affinity_keys else None
         if seen is not None and self._fleet.current(seen.replica_id, seen.generation) is not None:
             held = favour.get(seen.replica_id, 0.0)
-            favour[seen.replica_id] = held + HABIT if seen.settled else max(held, weight * seen.tokens / prompt)
+            expected = 0.0 if seen.settled else self._spared(seen.replica_id, seen.tokens, prompt)
+            favour[seen.replica_id] = held + HABIT if seen.settled else max(held, expected)
         return favour
+
+    def _spared(self, replica_id: ReplicaId, tokens: int, prompt: int) -> float:
+        """What it is worth that a replica need not run so many tokens of a prompt."""
+        replica = self._fleet.known(replica_id)
+        steps = 0.0 if replica is None else replica.steps(tokens)
+        return steps + self._config.affinity_weight * tokens / prompt
 
     # --- the other routers ---
 
@@ -268,6 +278,9 @@ class Dispatcher:
             tokens = suspicion.cleared_at
             sequence = replica.port.add(request, attempt, shared=by_share, trial=trial, trial_tokens=tokens)
         reservation = Reservation(attempt, sequence, request.priority, placement.blocks, trial=trial)
+        reservation.prompt_tokens = self._prompt_left(live, replica)
+        ahead = prompts_ahead(request.priority, replica.view(self._config, now_s))
+        live.prompt_steps = replica.steps(ahead + reservation.prompt_tokens)
         if by_share:
             reservation.shared_s = now_s
             self._metrics.shared(name)
@@ -289,10 +302,20 @@ class Dispatcher:
             victims=placement.victims,
             emitted=live.journal.next_index,
             score=round(placement.score, 4),
-            prompt_blocks_held=0 if live.chain is None else self._prefixes.held(live.chain, replica.replica_id),
+            prompt_blocks_held=self._blocks_held(live, replica),
+            prompts_ahead=ahead,
             tenant_counter=round(counter),
             least_counter=round(least),
         )
+
+    def _blocks_held(self, live: Live, replica: Replica) -> int:
+        """Blocks at the beginning of its prompt that the replica has told of."""
+        return 0 if live.chain is None else self._prefixes.held(live.chain, replica.replica_id)
+
+    def _prompt_left(self, live: Live, replica: Replica) -> int:
+        """Tokens of it that are to be run there before its next one."""
+        known = len(live.request.prompt_ids) + live.journal.next_index
+        return max(1, known - self._blocks_held(live, replica) * replica.block_size_tokens)
 
     def _charge(self, live: Live, waiting: Waiting, now_s: float) -> None:
         name = live.priority_class.name
@@ -362,6 +385,8 @@ class Dispatcher:
         live.band.keep(live.request.tenant, live.prompt_charge, saved)
         live.prompt_charge -= saved
         self.arrivals.times.first_token(len(live.request.prompt_ids), now_s - live.sent_s)
+        if live.prompt_steps:
+            self.arrivals.times.prompts(live.priority_class.name, live.prompt_steps, now_s - live.sent_s)
         self._metrics.first_token(live.priority_class.name, now_s - live.arrived_s)
         slo_s = live.priority_class.first_token_slo_s
         if slo_s is not None:

@@ -7,7 +7,8 @@ earlier one says is not heard. `place` finds a place where there is one.
 Up to SCAN_REPLICAS every replica is looked at for every placement. Of more, two are drawn from those with a free slot,
 and the one that is favoured is added: the better of two drawn is nearly as good as the best of all (Mitzenmacher, "The
 Power of Two Choices in Randomized Load Balancing"). Only where these cannot take the request the others with a free slot
-are looked at, then two drawn from those that run the least urgent work, then all. A request for which there was no place
+are looked at, then two drawn from those that run the least urgent work, then all. Those two are looked at too where prompts
+would be waited for at the place that was found: few replicas may have a free slot, and all would go there. A request for which there was no place
 anywhere is held against those replicas only that have changed since.
 """
 
@@ -23,7 +24,7 @@ from cluster.config import RouterConfig
 from cluster.ports import ReplicaPort
 from cluster.types import Generation, ReplicaId
 from router.outliers import let_in
-from router.routing import NO_FAVOUR, Need, Placement, Pool, choose, pool_of, too_large
+from router.routing import NO_FAVOUR, Need, Placement, Pool, choose, pool_of, prompts_ahead, too_large
 from router.suspects import Trial
 from router.view import Condition, Replica, ReplicaView
 
@@ -137,6 +138,10 @@ class Fleet:
         replica = self._replicas.get(replica_id)
         return replica if replica is not None and replica.generation == generation else None
 
+    def known(self, replica_id: ReplicaId) -> Replica | None:
+        """Its current incarnation."""
+        return self._replicas.get(replica_id)
+
     def linked(self, port: ReplicaPort, now_s: float) -> Known | New | Old:
         """Take note of a link that is up."""
         replica = self._replicas.get(port.replica_id)
@@ -249,16 +254,22 @@ class Fleet:
         self._index()
         drawn = dict.fromkeys((*self._open.two(rng), *favour))
         placement = choose(need, self._views_of(drawn, now_s), rng, favour)
-        if placement is not None and placement.free:
+        if placement is not None and placement.free and self._begins_soon(need, placement, now_s):
             return placement
-        placement = choose(need, self._views_of(self._open, now_s), rng, favour)
-        if placement is not None:
+        if placement is None or not placement.free:
+            placement = choose(need, self._views_of(self._open, now_s), rng, favour)
+        if placement is not None and self._begins_soon(need, placement, now_s):
             return placement
         for priority in sorted(p for p in self._running if p < need.priority):
-            placement = choose(need, self._views_of(self._running[priority].two(rng), now_s), rng, favour)
-            if placement is not None:
-                return placement
-        return choose(need, self.views(now_s), rng, favour)
+            pushing = choose(need, self._views_of(self._running[priority].two(rng), now_s), rng, favour)
+            if pushing is not None:
+                return pushing if placement is None or pushing.score < placement.score else placement
+        return choose(need, self.views(now_s), rng, favour) if placement is None else placement
+
+    def _begins_soon(self, need: Need, placement: Placement, now_s: float) -> bool:
+        """Whether the prompts that go before it there are run within a step."""
+        replica = self._replicas[placement.replica_id]
+        return replica.steps(prompts_ahead(need.priority, replica.view(self._config, now_s))) <= 1
 
     def _views_of(self, replica_ids: Iterable[ReplicaId], now_s: float) -> list[ReplicaView]:
         replicas = self._replicas

@@ -69,6 +69,7 @@ class Live:
         "priority_class",
         "prompt_charge",
         "prompt_charged",
+        "prompt_steps",
         "queued_s",
         "rank",
         "replica_id",
@@ -105,6 +106,8 @@ class Live:
         self.dispatched_s: float | None = None
         self.sent_s: float | None = None
         """When the attempt that is open was sent out, or the last one that was."""
+        self.prompt_steps = 0.0
+        """Steps that the prompts ahead of it and its own filled there then; 0 where that is not known."""
         self.queued_s = arrived_s
         """When it began to wait, for its first token or since it went on last."""
         self.first_token_s: float | None = None
@@ -136,6 +139,10 @@ class Live:
         """Times that an engine took its slot or the blocks that it had kept; never falls."""
         self._decisions = DecisionLog()
 
+    def is_open(self, replica_id: ReplicaId, attempt: int) -> bool:
+        """Whether this attempt is the one that counts, and this replica has it."""
+        return self.replica_id == replica_id and self.journal.attempt == attempt
+
     def need(self, expected_output_tokens: int) -> Need:
         """What it asks of a replica now. It will make what it has stated, or where it stated nothing, or has made that
         already, `expected_output_tokens` more: no fewer for what has come already."""
@@ -146,6 +153,7 @@ class Live:
             prompt + output_max,
             self.arrived_s,
             self.trial,
+            prompt + self.journal.next_index,
         )
 
     @property

@@ -95,11 +95,14 @@ class MeanTime:
 class ServiceTimes:
     """What a request takes once it has been sent out, whatever replica that was."""
 
-    __slots__ = ("_first_token", "_next_token")
+    __slots__ = ("_first_token", "_next_token", "_prompts")
 
     def __init__(self) -> None:
         self._first_token: dict[int, MeanTime] = {}
         """By the prompt's length to a power of two."""
+        self._prompts: dict[str, tuple[MeanTime, MeanTime]] = {}
+        """By class: how many steps the prompts up to a first token filled when it was sent out, and the seconds until it
+        came."""
         self._next_token = MeanTime()
 
     def first_token(self, prompt_tokens: int, seconds: float) -> None:
@@ -107,6 +110,21 @@ class ServiceTimes:
 
     def next_tokens(self, seconds_each: float) -> None:
         self._next_token.observe(seconds_each)
+
+    def prompts(self, priority_class: str, steps: float, seconds: float) -> None:
+        """The prompts ahead of a request and its own filled so many steps; after so long it had its first token."""
+        means = self._prompts.get(priority_class)
+        if means is None:
+            means = self._prompts[priority_class] = MeanTime(), MeanTime()
+        means[0].observe(steps)
+        means[1].observe(seconds)
+
+    def prompt_step_s(self, priority_class: str) -> float | None:
+        """How long a class takes for each step that prompts fill, with all that comes in between: decodes, and more urgent
+        work that came later. None where too few have been seen."""
+        means = self._prompts.get(priority_class)
+        steps, seconds = (None, None) if means is None else (means[0].mean_s, means[1].mean_s)
+        return seconds / steps if steps and seconds is not None else None
 
     def first_token_s(self, prompt_tokens: int) -> float | None:
         """From being sent out to the first token; None where prompts about so long have not been seen."""

@@ -109,11 +109,13 @@ class Prefixes:
             if number in mine:
                 mine.remove(number)
                 self._forget(number, bit)
+        room = self._entries_max - self._entries
         for number in numbers_of(change.held):
-            if number not in mine and self._entries < self._entries_max:
+            if number not in mine and room > 0:
                 mine.add(number)
                 where[number] = where.get(number, 0) | bit
-                self._entries += 1
+                room -= 1
+        self._entries = self._entries_max - room
 
     def drop(self, replica_id: ReplicaId, generation: Generation) -> None:
         """This incarnation is gone, with all that it held."""

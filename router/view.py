@@ -72,6 +72,12 @@ class SharedLoad(msgspec.Struct, frozen=True):
     """Monotonic."""
 
 
+Used = tuple[int, int, int, int, int, int, float]
+"""Of a replica, as work of one priority sees it: slots and blocks in use, the less urgent requests that wait there, slots and
+blocks of what is as urgent, and of prompts the tokens that are run before its own and those that a step runs; of these 0
+where it is not known."""
+
+
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """A replica at one moment, as decisions see it."""
 
@@ -87,7 +93,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     shared: tuple[SharedLoad, ...] = ()
     trial: Trial = Trial.NONE
     """A suspect is being tried there."""
-    memo: dict[int, tuple[int, int, int, int, int]] = {}  # msgspec copies it for each instance
+    memo: dict[int, Used] = {}  # msgspec copies it for each instance
     """For whoever looks at it: what is in use there as work of a priority sees it."""
 
 
@@ -102,6 +108,8 @@ class Reservation:
     parked: bool = False
     shared_s: float | None = None
     """When a minimum share sent it out past more urgent work, if one did."""
+    prompt_tokens: int = 0
+    """Of its prompt and of what it has put out, those that are to be run there."""
     trial: Trial = Trial.NONE
     """It is a suspect, and what else may be there."""
 
@@ -125,6 +133,8 @@ class Replica:
         self._own: tuple[OwnLoad, ...] | None = ()
         self._unreported: dict[RequestId, Reservation] = {}
         """Those that the last report does not count."""
+        self._unreported_held: dict[int, list[int]] = {}
+        """By priority: how many these are, their predicted blocks, and tokens of their prompts."""
         self._unreported_loads: tuple[PriorityLoad, ...] | None = ()
         self._marked: dict[RequestId, Reservation] = {}
         """Those that a minimum share sent, and suspects'."""
@@ -162,11 +172,12 @@ class Replica:
 
     def observe(self, report: ReplicaReport, now_s: float) -> None:
         """Called for every frame: what its sums do not change for stays as it is."""
-        self.report = report
-        if self._unreported:
-            applied = report.applied_sequence
-            self._unreported = {name: r for name, r in self._unreported.items() if r.sequence > applied}
-            self._unreported_loads = None
+        before, self.report = self.report, report
+        applied = report.applied_sequence
+        if self._unreported and (before is None or applied != before.applied_sequence):
+            for name, reservation in list(self._unreported.items()):
+                if reservation.sequence <= applied:
+                    self._reported(name)
         self._heard_at_s = self._observed_at_s = now_s
         self._backing_off = False
         self._change()
@@ -181,7 +192,7 @@ class Replica:
         self.reservations[request_id] = reservation
         self._count(reservation, 1)
         if self.report is None or reservation.sequence > self.report.applied_sequence:
-            self._unreported[request_id] = reservation
+            self._not_reported(request_id, reservation)
         if reservation.shared_s is not None or reservation.trial:
             self._marked[request_id] = reservation
         if self._record.out_until_s is not None:
@@ -190,7 +201,7 @@ class Replica:
 
     def release(self, request_id: RequestId) -> None:
         self._count(self.reservations.pop(request_id), -1)
-        self._unreported.pop(request_id, None)
+        self._reported(request_id)
         self._marked.pop(request_id, None)
         if self.probe == request_id:
             self.probe = None
@@ -201,21 +212,26 @@ class Replica:
         counts a second time, until it is here."""
         self.expected[request_id] = reservation
         self._count(reservation, 1)
-        self._unreported[request_id] = reservation
+        self._not_reported(request_id, reservation)
         self._change()
 
     def expect_no_more(self, request_id: RequestId) -> None:
         """It has come, or will not."""
         self._count(self.expected.pop(request_id), -1)
-        self._unreported.pop(request_id, None)
+        self._reported(request_id)
         self._change()
 
     def grow(self, request_id: RequestId, blocks: int) -> None:
         """The attempt has outgrown its prediction."""
         reservation = self.reservations[request_id]
+        unreported = self._unreported.get(request_id) is reservation
         self._count(reservation, -1)
+        if unreported:
+            self._reported(request_id)
         reservation.blocks = blocks
         self._count(reservation, 1)
+        if unreported:
+            self._not_reported(request_id, reservation)
         self._change()
 
     def park(self, request_id: RequestId, parked: bool) -> None:
@@ -247,6 +263,11 @@ class Replica:
         """Tokens per block; only asked of a replica that has reported."""
         assert self.report is not None
         return self.report.load.block_size_tokens
+
+    def steps(self, prompt_tokens: float) -> float:
+        """How many so many tokens of prompts fill; 0 where it does not tell how much a step runs."""
+        step_tokens = 0 if self.report is None else self.report.load.step_tokens
+        return prompt_tokens / step_tokens if step_tokens else 0.0
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         """End an attempt there, now or as soon as the link is up again."""
@@ -338,7 +359,29 @@ class Replica:
         held[2] += sign
         if not held[2]:
             del self._held[reservation.priority]
-        self._own = self._unreported_loads = None
+        self._own = None
+
+    def _not_reported(self, request_id: RequestId, reservation: Reservation) -> None:
+        self._reported(request_id)
+        self._unreported[request_id] = reservation
+        held = self._unreported_held.setdefault(reservation.priority, [0, 0, 0])
+        held[0] += 1
+        held[1] += reservation.blocks
+        held[2] += reservation.prompt_tokens
+        self._unreported_loads = None
+
+    def _reported(self, request_id: RequestId) -> None:
+        """Its replica counts it, or it is there no more."""
+        reservation = self._unreported.pop(request_id, None)
+        if reservation is None:
+            return
+        held = self._unreported_held[reservation.priority]
+        held[0] -= 1
+        held[1] -= reservation.blocks
+        held[2] -= reservation.prompt_tokens
+        if not held[0]:
+            del self._unreported_held[reservation.priority]
+        self._unreported_loads = None
 
     def _own_loads(self) -> tuple[OwnLoad, ...]:
         if self._own is None:
@@ -348,11 +391,8 @@ class Replica:
     def unreported(self) -> tuple[PriorityLoad, ...]:
         """Attempts sent there that its last report does not count."""
         if self._unreported_loads is None:
-            loads: dict[int, tuple[int, int]] = {}
-            for r in self._unreported.values():
-                requests, blocks = loads.get(r.priority, (0, 0))
-                loads[r.priority] = (requests + 1, blocks + r.blocks)
-            self._unreported_loads = tuple([PriorityLoad(p, *loads[p]) for p in sorted(loads)])
+            held = self._unreported_held
+            self._unreported_loads = tuple([PriorityLoad(p, *held[p]) for p in sorted(held)])
         return self._unreported_loads
 
     def _trial(self) -> Trial:

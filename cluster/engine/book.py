@@ -73,6 +73,13 @@ class Book:
         state.leader = None
         self._join(self.running, state)
 
+    def place_again(self, live: Live) -> None:
+        """The length of a running one has been estimated anew, by which some orders go."""
+        state = live.state
+        if self._order.key(state) != state.key:
+            self.leave_line(live)
+            self._join(self.running, state)
+
     def leave_line(self, live: Live) -> None:
         """Take it out of the line that it stands in. Its blocks, key and place must not have changed since."""
         state = live.state
@@ -81,6 +88,10 @@ class Book:
     def grown(self, state: SequenceState, blocks: int) -> None:
         """A running one holds so many blocks more."""
         self.running.grow(state, blocks)
+
+    def ran(self, state: SequenceState, prompt_tokens: int) -> None:
+        """So much less is left of a running one's prompt."""
+        self.running.ran(state, prompt_tokens)
 
     def freeze(self, live: Live) -> None:
         """Out of its line, with all that it holds."""

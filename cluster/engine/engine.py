@@ -173,7 +173,9 @@ class Engine:
             preempted.extend(self._preempt(p) for p in plan.preempted)
             kept_out = self._admit(plan.admitted)
             self._note(plan)
-            chunks = [chunk for chunk in plan.chunks if chunk.sequence not in kept_out]
+            chunks: Sequence[Chunk] = plan.chunks
+            if kept_out:
+                chunks = [chunk for chunk in chunks if chunk.sequence not in kept_out]
             if chunks:
                 shed, made = self._run_chunks(chunks, plan.padding_tokens)
                 preempted.extend(shed)
@@ -206,6 +208,7 @@ class Engine:
             prefix_hit_tokens_total=memory.hit_tokens_total,
             prefill_tokens_total=count.prefill_tokens,
             padding_tokens_total=count.padding_tokens,
+            step_tokens=self._limits.config.step_token_budget,
         )
 
     def check_integrity(self) -> None:
@@ -317,7 +320,7 @@ class Engine:
         return self._shed(parts, ran), self._commit(parts, ran)
 
     def _part(self, chunk: Chunk) -> Part:
-        state, tokens, blocks, draws = chunk
+        state, tokens, blocks, draws = chunk.sequence, chunk.tokens, chunk.blocks, chunk.draws
         if blocks:
             self._memory.grow(state, blocks)
             self._book.grown(state, blocks)
@@ -366,6 +369,8 @@ class Engine:
     def _commit_row(self, part: Part, output: RowOutput) -> TokenDelta | None:
         live, tokens, row = part
         state = live.state
+        if left := state.prompt_left:
+            self._book.ran(state, min(tokens, left))
         state.computed += tokens
         state.yields = 0
         if tokens > 1 or row.start < state.prompt_tokens:
@@ -396,9 +401,8 @@ class Engine:
         return delta
 
     def _estimate_again(self, live: Live) -> None:
-        self._book.leave_line(live)
         self._intake.predict(live)
-        self._book.run(live)
+        self._book.place_again(live)
 
     def _remove(self, live: Live) -> None:
         self._book.remove(live)

@@ -53,4 +53,5 @@ def _held(state: SequenceState, blocks: int) -> HeldAttempt:
         blocks=blocks,
         tokens=state.computed,
         remaining_tokens=remaining_tokens(state),
+        to_compute_tokens=max(0, state.tokens - state.computed),
     )

@@ -54,7 +54,7 @@ class Intake:
         return live
 
     def predict(self, live: Live) -> None:
-        """Estimate its length anew, from what it has made so far. Its state must stand in no line."""
+        """Estimate its length anew, from what it has made so far. Its key may be another then."""
         state, request = live.state, live.request
         if live.only_scores:
             state.limit_tokens = state.tokens + 1

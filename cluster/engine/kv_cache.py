@@ -153,13 +153,19 @@ class BlockPool(Generic[K]):
         Raises:
             IntegrityError: the block is free, or registered under another hash.
         """
-        if not self._refs[block] or self._hashes.get(block, prefix_hash) != prefix_hash:
-            raise IntegrityError("a block registered that is free, or that holds another prefix")
-        if prefix_hash not in self._by_hash:
-            self._by_hash[prefix_hash] = block
-            self._hashes[block] = prefix_hash
-            self._changed[prefix_hash] = None
-            self.epoch += 1
+        self.register_all((block,), (prefix_hash,))
+
+    def register_all(self, blocks: Sequence[int], prefix_hashes: Sequence[bytes]) -> None:
+        """The same of several."""
+        refs, by_hash, hashes, changed = self._refs, self._by_hash, self._hashes, self._changed
+        for block, prefix_hash in zip(blocks, prefix_hashes, strict=True):
+            if not refs[block] or hashes.get(block, prefix_hash) != prefix_hash:
+                raise IntegrityError("a block registered that is free, or that holds another prefix")
+            if prefix_hash not in by_hash:
+                by_hash[prefix_hash] = block
+                hashes[block] = prefix_hash
+                changed[prefix_hash] = None
+                self.epoch += 1
 
     def forget(self, key: K) -> None:
         """What is in the blocks of `key` is not to be trusted: nobody finds it any more. Who shares it keeps it."""
@@ -170,6 +176,9 @@ class BlockPool(Generic[K]):
     def find(self, prefix_hash: bytes) -> int | None:
         """The block, used or cached, that is registered under this hash."""
         return self._by_hash.get(prefix_hash)
+
+    def is_registered(self, prefix_hash: bytes) -> bool:
+        return prefix_hash in self._by_hash
 
     def unheld(self, blocks: Sequence[int]) -> int:
         """How many of these are in no table."""

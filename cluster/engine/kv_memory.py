@@ -179,16 +179,12 @@ class KvMemory:
         if full <= live.registered or not self._keeps_prefixes:
             return
         blocks = self.pool.table(live.state.identity)[live.registered : full]
-        for block, prefix_hash in zip(blocks, live.hashes.between(live.registered, full, live.tokens), strict=True):
-            self.pool.register(block, prefix_hash)
+        self.pool.register_all(blocks, live.hashes.between(live.registered, full, live.tokens))
         live.registered = full
 
     def take_prefix_change(self) -> PrefixChange | None:
         """What the prefix cache has got and lost since this was asked last."""
-        return change_of(self.pool.take_changed(), self._is_held)
-
-    def _is_held(self, prefix_hash: bytes) -> bool:
-        return self.pool.find(prefix_hash) is not None
+        return change_of(self.pool.take_changed(), self.pool.is_registered)
 
     def _swap_in(self, state: SequenceState) -> None:
         table = self.pool.table(state.identity)[: state.host_blocks]

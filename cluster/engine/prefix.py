@@ -54,7 +54,7 @@ def change_of(changed: Collection[bytes], is_held: Callable[[bytes], bool]) -> P
 
 
 def _told(hashes: Iterable[bytes]) -> bytes:
-    return b"".join(prefix_hash[:TOLD_BYTES] for prefix_hash in hashes)
+    return b"".join([prefix_hash[:TOLD_BYTES] for prefix_hash in hashes])
 
 
 def numbers_of(told: bytes) -> array[int]:
@@ -91,7 +91,9 @@ class PrefixHashes:
 
     def between(self, first: int, end: int, tokens: Tokens) -> list[bytes]:
         """Those of blocks `first` … `end` - 1, in the same way."""
-        self._keep(end, tokens)
+        made, wanted = self._keep(end, tokens), end - first
+        if wanted <= len(made):
+            return made[len(made) - wanted :]
         packed = self._packed
         return [bytes(packed[i : i + HASH_BYTES]) for i in range(first * HASH_BYTES, end * HASH_BYTES, HASH_BYTES)]
 
@@ -119,17 +121,20 @@ class PrefixHashes:
         del self._packed[KEPT_WHILE_WAITING * HASH_BYTES :]
         self.memo = None
 
-    def _keep(self, blocks: int, tokens: Tokens) -> None:
-        """Have the hashes of so many blocks at least."""
+    def _keep(self, blocks: int, tokens: Tokens) -> list[bytes]:
+        """Have the hashes of so many blocks at least. Returns those that had to be made for it."""
         kept = len(self._packed) // HASH_BYTES
+        made: list[bytes] = []
         if blocks <= kept:
-            return
+            return made
         size, parent = self._block_size, self._at(kept - 1)
         packed_ids = _packed(tokens(kept * size, blocks * size))
         block_bytes = len(packed_ids) // (blocks - kept)
         for start in range(0, len(packed_ids), block_bytes):
             parent = _chained(parent, packed_ids[start : start + block_bytes])
-            self._packed += parent
+            made.append(parent)
+        self._packed += b"".join(made)
+        return made
 
     def _extend(self, parent: bytes, index: int, tokens: Tokens) -> bytes:
         start = index * self._block_size

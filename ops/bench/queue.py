@@ -37,6 +37,9 @@ from router.routing import Need, Placement
 from router.view import Reservation
 
 BLOCK_SIZE_TOKENS = 16
+STEP_TOKENS = 512
+PROMPT_LEFT_TOKENS = 20
+"""Of each that runs, in the mean."""
 NOW_S = 0.0
 ROUND = 500
 
@@ -212,7 +215,8 @@ def _report(replica_id: ReplicaId, running: int) -> ReplicaReport:
         blocks_total=BLOCKS,
         blocks_free=BLOCKS - running * each,
         block_size_tokens=BLOCK_SIZE_TOKENS,
-        running=(PriorityLoad(0, running, running * each),),
+        running=(PriorityLoad(0, running, running * each, running * PROMPT_LEFT_TOKENS),),
+        step_tokens=STEP_TOKENS,
     )
     return ReplicaReport(
         replica_id=replica_id,

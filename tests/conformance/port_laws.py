@@ -703,7 +703,12 @@ def what_it_says_that_it_holds_is_what_its_books_say_and_who_leaves_frees_so_man
         assert h.blocks == math.ceil(h.tokens / size) - (2 if r in (first, second) else 0)
         if r.stated_output_tokens is not None:
             assert h.remaining_tokens == r.stated_output_tokens - made
+        assert h.to_compute_tokens <= 1 or r in (waiting, last), "it has told a token, and lost nothing since"
     assert [held[r.request_id].tokens for r in (waiting, last)] == [0, 0]
+    assert [held[r.request_id].to_compute_tokens for r in (waiting, last)] == [
+        len(waiting.prompt_ids),
+        len(last.prompt_ids),
+    ]
     chosen = [[h.request_id for h in f.result(PATIENCE_S)] for f in few]
     assert chosen == [[paused.request_id, waiting.request_id, lower.request_id, first.request_id], [lower.request_id]]
     if d.stands_still:

@@ -160,6 +160,8 @@ class FakeReplica:
     slots: int = 4
     blocks: int = 1000
     tokens_per_step: int = 1
+    step_tokens: int = 0
+    """That it says a step runs at most."""
     state: ReplicaState = ReplicaState.READY
     step_age_s: float | None = None
     refuse_with: RefusalReason | None = None
@@ -408,6 +410,7 @@ class FakeReplica:
                 running=self._loads(running=True),
                 waiting=self._loads(running=False),
                 preemptions_total=self.preemptions,
+                step_tokens=self.step_tokens,
             ),
             step_age_s=self.step_age_s,
             applied_sequence=self.sequence,
@@ -427,7 +430,15 @@ class FakeReplica:
     def _loads(self, *, running: bool) -> tuple[PriorityLoad, ...]:
         chosen = sorted((h for h in self.held.values() if h.running is running), key=lambda h: h.request.priority)
         grouped = [(p, list(g)) for p, g in groupby(chosen, key=lambda h: h.request.priority)]
-        return tuple(PriorityLoad(p, len(g), sum(h.blocks for h in g if running or h.keeps)) for p, g in grouped)
+        return tuple(
+            PriorityLoad(
+                p,
+                len(g),
+                sum(h.blocks for h in g if running or h.keeps),
+                sum(len(h.request.prompt_ids) - 1 for h in g if not h.made),
+            )
+            for p, g in grouped
+        )
 
 
 class ManualClock:

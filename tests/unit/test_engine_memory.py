@@ -373,7 +373,7 @@ def test_only_what_was_dropped_is_computed_again(means: PreemptionMeans, freed: 
     assert (notice.means, notice.blocks_freed, notice.tokens_to_recompute) == (means, freed, again)
     load = bench.engine.load()
     kept = 11 - freed
-    assert (load.blocks_free, load.waiting) == (64 - kept, (PriorityLoad(0, 1, kept),))
+    assert (load.blocks_free, load.waiting) == (64 - kept, (PriorityLoad(0, 1, kept, again),))
     assert load.host_blocks_free == 512 - (11 if means is PreemptionMeans.SWAP else 0)
     bench.finish()
     assert bench.prefill_tokens == 40 + (again + 1 if again else 0)

@@ -124,9 +124,24 @@ def test_load_counts_the_blocks_that_work_holds_and_waiting_work_holds_none_unti
     target.add(request("d", prompt=40, priority=-3, arrived=3.0), 0)  # 11 blocks
     load = target.step().load
     assert load.running == (PriorityLoad(5, 2, 5),)
-    assert load.waiting == (PriorityLoad(0, 1, 0), PriorityLoad(-3, 1, 0))
+    assert load.waiting == (PriorityLoad(0, 1, 0, 2), PriorityLoad(-3, 1, 0, 39)), "the last of each draws a token"
     assert (load.blocks_total, load.blocks_free, load.slots_total, load.block_size_tokens) == (64, 59, 2, 4)
     assert (load.steps_total, load.tokens_total, load.adds_total) == (1, 2, 4)
+
+
+def test_load_tells_what_is_left_of_prompts_chunk_by_chunk_until_each_draws_its_token() -> None:
+    """Steps of 16 tokens: 40 = 16 + 16 + 8, and the last of the 8 draws the first token."""
+    target = engine(config(slots=2, step_token_budget=16, block_size_tokens=4, blocks=64))
+    target.add(request("a", prompt=40, priority=1, max_tokens=3), 0)
+    target.add(request("b", prompt=10, priority=0, max_tokens=3), 0)
+    seen = []
+    for _ in range(4):
+        load = target.step().load
+        levels = (*load.running, *load.waiting)
+        seen.append({priority: sum(w.prompt_tokens for w in levels if w.priority == priority) for priority in (1, 0)})
+        target.check_integrity()
+    assert seen == [{1: 23, 0: 9}, {1: 7, 0: 9}, {1: 0, 0: 1}, {1: 0, 0: 0}]
+    assert load.step_tokens == 16
 
 
 def test_padding_is_counted_and_ends_with_the_batch_that_it_filled() -> None:

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
-from cluster.config import PriorityClass
+from cluster.config import PriorityClass, RouterConfig
 from cluster.types import Generation, Outcome, ReplicaState
 from router.admission import (
     AdmissionView,
     Admit,
     Pace,
+    Prompts,
     Queue,
     Reject,
     RequestFacts,
     backlog_seconds,
+    begun_within_s,
     decide,
     evenly_ahead,
     predicted_wait_s,
@@ -180,6 +182,76 @@ def test_refused_for_its_wait_exactly_where_the_prediction_is_beyond_what_the_cl
     assert judge(service=101, longest_wait_s=0.001) == Queue(0), "nothing has been measured"
 
 
+# --- what waits on the replica ---
+
+
+def with_ahead(ahead_s: float, own_s: float, longest_wait_s: float = 10.0) -> Admit | Queue | Reject:
+    """Of a request that is sent out at once."""
+    return judge(room=True, longest_wait_s=longest_wait_s, pace=Pace(prompts=Prompts(ahead_s, own_s)))
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "own_s", "refused"),
+    [
+        (8.0, 1.0, False),  # nine tenths of 10 s, less 1 s
+        (8.1, 1.0, True),
+        (6.0, 3.0, False),
+        (6.1, 3.0, True),
+        (5.0, 100.0, False),  # half of 10 s, however long
+        (5.1, 100.0, True),
+        (0.0, 1000.0, False),
+    ],
+)
+def test_refused_where_its_replica_cannot_begin_it_in_time_and_the_sooner_the_longer_it_is(
+    ahead_s: float, own_s: float, refused: bool
+) -> None:
+    decision = with_ahead(ahead_s, own_s)
+    assert isinstance(decision, Reject) is refused
+    if isinstance(decision, Reject):
+        assert decision.outcome is Outcome.REJECTED_WAIT
+        assert decision.retry_after_s is not None
+        assert 0.8 * ahead_s - 0.5 <= decision.retry_after_s <= 1.2 * ahead_s + 0.5
+        numbers = dict(decision.numbers)
+        assert (numbers["prompts_ahead_s"], numbers["own_prompt_s"], numbers["longest_wait_s"]) == (ahead_s, own_s, 10)
+
+
+def test_less_ahead_a_shorter_prompt_and_a_longer_wait_never_lead_to_a_refusal() -> None:
+    rng = random.Random(9)
+    let_in = 0
+    for _ in range(2000):
+        ahead_s, own_s, longest_s = rng.uniform(0, 12), rng.uniform(0, 12), rng.uniform(0.1, 12)
+        if isinstance(with_ahead(ahead_s, own_s, longest_s), Reject):
+            assert ahead_s > begun_within_s(longest_s, own_s) >= longest_s / 2
+            continue
+        let_in += 1
+        easier = ahead_s * rng.random(), own_s * rng.random(), longest_s * (1 + rng.random())
+        assert with_ahead(*easier) == Admit()
+    assert 200 < let_in < 1800
+
+
+def test_class_that_states_a_wait_refuses_what_stands_behind_too_long_prompts_and_says_why() -> None:
+    """A step of 16 tokens takes a second; the class lets nobody wait for more than 10 s."""
+    standard = PriorityClass(name="standard", priority=0, longest_wait_s=10.0)
+    bench = Bench(RouterConfig(classes=(standard,), expected_output_tokens=1))
+    replica = bench.replica(slots=100, step_tokens=16)
+    for k in range(8):
+        bench.submit(f"seen {k}", tokens=1, prompt=16)
+        bench.clock.advance(0.999)  # with the millisecond of each that is submitted
+        replica.turn()
+    bench.submit("first", prompt=5 * 16)
+    assert bench.outcome(bench.submit("short", prompt=3 * 16)) is None
+    long = bench.submit("long", prompt=3 * 16)
+    assert bench.outcome(long) is Outcome.REJECTED_WAIT, "8 s stand before it, and 9 s less its own 3 s may"
+    assert bench.outcome(bench.submit("shortest", prompt=8)) is None
+    explanation = bench.core.explain(long.request_id, "t")
+    assert explanation is not None
+    numbers = explanation.decisions[-1].numbers
+    assert numbers["prompts_ahead_s"] == pytest.approx(8.0, rel=0.01)
+    assert numbers["own_prompt_s"] == pytest.approx(3.0, rel=0.01)
+    replica.turn()
+    assert bench.outcome(bench.submit("later", prompt=3 * 16)) is None, "the prompts have been run"
+
+
 @pytest.mark.parametrize(
     ("terms", "refused"),
     [
@@ -267,3 +339,15 @@ def test_times_of_service_are_known_from_eight_of_their_kind_on_and_follow_a_cha
     for seconds in [1.0] * 100 + [3.0] * 400:
         mean.observe(seconds)
     assert mean.mean_s == pytest.approx(3.0, rel=0.01)
+
+
+def test_time_of_a_step_of_prompts_is_known_from_eight_requests_on_and_is_all_time_over_all_steps() -> None:
+    times = ServiceTimes()
+    for steps, seconds in [(1.0, 3.0), (9.0, 7.0)] * 4:
+        assert times.prompt_step_s("standard") is None
+        times.prompts("standard", steps, seconds)
+    assert times.prompt_step_s("standard") == pytest.approx(1.0)
+    assert times.prompt_step_s("interactive") is None, "each class waits for others"
+    for _ in range(400):
+        times.prompts("standard", 2.0, 6.0)
+    assert times.prompt_step_s("standard") == pytest.approx(3.0, rel=0.01)

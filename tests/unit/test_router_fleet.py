@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from cluster.config import RouterConfig
@@ -20,7 +21,7 @@ from cluster.types import (
 )
 from router.affinity import Affinity, keys_of
 from router.fleet import Fleet, IdSet, New
-from router.routing import Need, Placement, choose
+from router.routing import Need, Placement, choose, prompts_ahead
 from router.terms import Terms
 from router.view import Replica, ReplicaView, Reservation
 from tests.unit.fake_replica import Bench, FakeReplica
@@ -179,6 +180,45 @@ def test_two_different_ids_are_drawn_and_every_pair_can_be() -> None:
     pairs = {tuple(sorted(ids.two(rng))) for _ in range(200)}
     assert pairs == {("a", "c"), ("a", "d"), ("c", "d")}
     assert len(ids) == 3
+
+
+def test_prompts_that_were_sent_are_counted_until_a_report_counts_them() -> None:
+    engine = EngineLoad(slots_total=9, blocks_total=99, blocks_free=99, block_size_tokens=BLOCK, step_tokens=100)
+    fleet = Fleet(RouterConfig())
+    replica = joined(fleet, "a", engine)
+    for number, (priority, tokens) in enumerate([(0, 50), (10, 200), (0, 25)], start=1):
+        reservation = Reservation(1, number, priority, 1, prompt_tokens=tokens)
+        replica.reserve(RequestId(f"{number}"), reservation)
+
+    def ahead() -> list[int]:
+        return [prompts_ahead(priority, replica.view(RouterConfig(), 0.0)) for priority in (-10, 0, 10)]
+
+    assert ahead() == [275, 275, 200]
+    replica.release(RequestId("3"))
+    assert ahead() == [250, 250, 200]
+    port = replica.port
+    assert isinstance(port, FakeReplica)
+    told = msgspec.structs.replace(engine, running=(PriorityLoad(0, 1, 1, 30),))
+    replica.observe(report(port, told, applied=1), 0.0)
+    assert ahead() == [230, 230, 200], "the report counts what is left of the first one"
+
+
+def test_where_few_have_a_free_slot_not_all_wait_there_while_lesser_work_could_make_room() -> None:
+    """100 replicas of one slot, 98 of them full of batch work; each request brings two steps of prompts."""
+    lesser = EngineLoad(slots_total=1, blocks_total=99, blocks_free=98, block_size_tokens=BLOCK, step_tokens=100)
+    lesser = msgspec.structs.replace(lesser, running=(PriorityLoad(-10, 1, 1),))
+    free = msgspec.structs.replace(lesser, slots_total=99)
+    fleet, rng = Fleet(RouterConfig()), random.Random(3)
+    for number in range(100):
+        joined(fleet, f"{number}", free if number < 2 else lesser)
+    taken: list[ReplicaId] = []
+    for number in range(20):
+        placed = fleet.place(Need(0, BLOCK, BLOCK, prompt_tokens=200), 0.0, rng)
+        assert placed is not None
+        reservation = Reservation(1, number + 1, 0, 1, prompt_tokens=200)
+        fleet[placed.replica_id].reserve(RequestId(f"{number}"), reservation)
+        taken.append(placed.replica_id)
+    assert max(taken.count(name) for name in taken) == 1
 
 
 # --- affinity ---

@@ -278,3 +278,86 @@ def test_a_view_that_was_looked_at_before_is_judged_like_a_fresh_one() -> None:
                 placed += 1
         assert all(len(v.memo) <= MEMO_MAX for v in views)
     assert placed > 500
+
+
+# --- what stands before the first token ---
+
+
+def with_prompts(tokens: int, priority: int = 0, **rest: Any) -> EngineLoad:
+    """10 slots, one of which runs; a step has 100 tokens."""
+    level = PriorityLoad(priority, 1, 1, tokens)
+    return load(slots=10, used=1, running=(level,), step_tokens=100, **rest)
+
+
+def test_a_whole_step_of_prompts_ahead_outweighs_any_fullness_and_a_part_of_one_its_part() -> None:
+    full = load(slots=10, used=90, running=running((0, 9, 90)), step_tokens=1000)
+    waits = msgspec.structs.replace(with_prompts(1001), step_tokens=1000)
+    assert place(need(), view("full", full), view("waits", waits)) == Placement(ReplicaId("full"), 1)
+    soon = msgspec.structs.replace(with_prompts(100), step_tokens=1000)
+    assert place(need(), view("full", full), view("soon", soon)) == Placement(ReplicaId("soon"), 1)
+
+
+def test_prompts_of_less_urgent_work_are_nothing_that_is_waited_for() -> None:
+    lesser, equal = view("lesser", with_prompts(5000, priority=-1)), view("equal", with_prompts(100))
+    assert place(need(priority=0), lesser, equal) == Placement(ReplicaId("lesser"), 1)
+    assert place(need(priority=-1), lesser, equal) == Placement(ReplicaId("equal"), 1)
+
+
+def test_prompts_that_are_sent_and_not_reported_yet_are_waited_for_too() -> None:
+    sent = view("sent", with_prompts(100), unreported=(PriorityLoad(0, 1, 1, 300),))
+    assert place(need(), sent, view("other", with_prompts(300))) == Placement(ReplicaId("other"), 1)
+
+
+def test_a_long_prompt_goes_where_others_decode_least_and_a_short_one_where_least_is_ahead() -> None:
+    """Of a step of 100 tokens, 60 less urgent decodes take 60 in every second one: 70 are left, of the other's 95."""
+    crowded = view("crowded", load(slots=100, blocks=10_000, running=running((-10, 60, 60)), used=60, step_tokens=100))
+    ahead = PriorityLoad(0, 1, 1, 100)
+    behind = view(
+        "behind", load(slots=100, blocks=10_000, running=(*running((-10, 9, 9)), ahead), used=10, step_tokens=100)
+    )
+    short, long = (msgspec.structs.replace(need(), prompt_tokens=tokens) for tokens in (100, 2000))
+    assert place(short, crowded, behind) == Placement(ReplicaId("crowded"), 1)
+    assert place(long, crowded, behind) == Placement(ReplicaId("behind"), 1)
+
+
+def test_what_is_held_of_a_prompt_outweighs_as_many_tokens_ahead_and_no_more() -> None:
+    rng = random.Random(0)
+    for more, taken in ((250, "held"), (350, "free")):
+        views = (view("held", with_prompts(100 + more)), view("free", with_prompts(100)))
+        placed = choose(need(), views, rng, {ReplicaId("held"): 300 / 100})
+        assert placed is not None
+        assert placed.replica_id == taken
+
+
+def test_where_steps_are_not_told_prompts_do_not_count() -> None:
+    many = msgspec.structs.replace(with_prompts(5000), step_tokens=0)
+    fuller = load(slots=10, used=2, running=running((0, 2, 2)))
+    assert place(need(), view("many", many), view("fuller", fuller)) == Placement(ReplicaId("many"), 1)
+
+
+def test_more_prompt_tokens_never_make_a_replica_preferred() -> None:
+    """Over random views: what was not taken is not taken for having more to run."""
+    rng = random.Random(8)
+    compared = 0
+    for seed in range(1500):
+        views = []
+        for number in range(3):
+            counts = [(p, rng.randint(1, 2), rng.randint(2, 30)) for p in (-5, 0, 5) if rng.random() < 0.7]
+            levels = tuple(PriorityLoad(*c, rng.choice((0, rng.randint(1, 900)))) for c in counts)
+            waits = (PriorityLoad(0, 1, 0, rng.randint(1, 900)),) if rng.random() < 0.3 else ()
+            engine = load(6, 100, sum(c[2] for c in counts), running=levels, waiting=waits, step_tokens=64)
+            views.append(view(f"r{number}", engine))
+        wanted = Need(rng.choice((-5, 0, 5)), BLOCK * 4, BLOCK * 4, prompt_tokens=rng.randint(1, 500))
+        before = place(wanted, *views, seed=seed)
+        if before is None:
+            continue
+        other = rng.choice([v for v in views if v.replica_id != before.replica_id])
+        more = (PriorityLoad(rng.choice((-5, 0, 5)), 0, 0, rng.randint(1, 900)),)
+        assert other.load is not None
+        heavier = msgspec.structs.replace(other.load, waiting=other.load.waiting + more)
+        changed = [view(v.replica_id, heavier if v is other else v.load) for v in views]
+        after = place(wanted, *changed, seed=seed)
+        assert after is not None
+        assert after.replica_id != other.replica_id
+        compared += 1
+    assert compared > 1000

@@ -79,6 +79,32 @@ def test_a_prompt_that_runs_in_chunks_keeps_the_blocks_of_its_rest_promised() ->
     assert admitted(plan(ledger, 12)) == ["other"]
 
 
+def test_load_follows_what_is_left_of_each_prompt_wherever_it_stands() -> None:
+    def left() -> list[int]:
+        for line in (ledger.running, ledger.waiting):
+            line.check_integrity(lambda state: state.blocks)
+        return [load.prompt_tokens for line in (ledger.running, ledger.waiting) for load in line.loads()]
+
+    ledger = Ledger(CONFIG)
+    add(ledger, a_request("long", prompt=40), a_request("waits", prompt=10))
+    assert left() == [39 + 9], "the last of each draws a token"
+    ledger.run("long", 4)
+    ledger.update(ledger.get("long"), tokens=40, computed=16, held_blocks=4)
+    assert left() == [23, 9]
+    ledger.pause("long")
+    ledger.correct(ledger.get("long"), tokens=40, computed=12)
+    assert left() == [27 + 9], "blocks were lost while it was paused"
+    ledger.freeze("long")
+    ledger.correct(ledger.get("long"), tokens=40, computed=0)
+    assert left() == [9], "who is aside is in no load"
+    ledger.thaw("long")
+    ledger.run("long", 11)
+    ledger.update(ledger.get("long"), tokens=41, computed=40, held_blocks=11)
+    assert left() == [0, 9]
+    ledger.drop("long", 41, for_urgent=False)
+    assert left() == [40 + 9]
+
+
 def test_who_only_waits_for_its_last_token_keeps_its_slot_and_runs_no_more() -> None:
     ledger = Ledger(CONFIG)
     add(ledger, a_request("last", max_tokens=5), a_request("next"))
@@ -228,7 +254,7 @@ def _of_tenant(r: Request, tenant: str) -> Request:
 
 def test_a_turn_without_a_step_is_told_if_something_happened_or_all_was_quiet_for_long_in_spite_of_work() -> None:
     ledger = Ledger(CONFIG)
-    telling = Telling(ledger, slots_total=2, blocks_total=16, block_size_tokens=4)
+    telling = Telling(ledger, slots_total=2, blocks_total=16, block_size_tokens=4, step_tokens=16)
     telling.note(16, 0, 0.0)
     assert not telling.is_due(16, 1000.0), "there is no work"
     assert telling.is_due(15, 0.0), "a block has gone"

@@ -87,10 +87,16 @@ def _share_budget(draft: Draft) -> tuple[list[Chunk], list[SequenceState]]:
     decodes: list[SequenceState] = []
     prefills: list[SequenceState] = []
     for state in draft.rows():
-        (decodes if draft.remaining(state) == 1 else prefills).append(state)
+        remaining = state.tokens - state.computed if state.running else draft.remaining(state)
+        (decodes if remaining == 1 else prefills).append(state)
     yielding = _yielding(draft, decodes, prefills) if prefills else set()
     grown = draft.grown
-    chunks = [Chunk(s, 1, 1 if s in grown else 0, True) for s in decodes if s not in yielding]
+    if yielding:
+        chunks = [Chunk(s, 1, 1 if s in grown else 0, True) for s in decodes if s not in yielding]
+    elif grown:
+        chunks = [Chunk(s, 1, 1 if s in grown else 0, True) for s in decodes]
+    else:
+        chunks = [Chunk(s, 1, 0, True) for s in decodes]
     left = draft.config.step_token_budget - len(chunks)
     for state in prefills:
         remaining = draft.remaining(state)

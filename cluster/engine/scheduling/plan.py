@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from cluster.config import EngineConfig
 from cluster.engine.scheduling.giving import Shared
 from cluster.engine.scheduling.order import Order
@@ -81,7 +83,7 @@ class Admission(NamedTuple):
     last token; if that token is not the first of its block, the first fresh block begins as a copy of the sibling's."""
 
 
-class Chunk(NamedTuple):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The next `tokens` tokens of a sequence run in this step."""
 
     sequence: SequenceState

@@ -72,8 +72,8 @@ class SequenceState:
         self.limit_tokens = tokens + 1 if limit_tokens is None else limit_tokens
         """The most that prompt and output can become."""
         self.predicted_tokens = float(self.limit_tokens if predicted_tokens is None else predicted_tokens)
-        """What prompt and output are expected to become; between `tokens` + 1 and `limit_tokens`. Part of the key of
-        some orders: the engine changes it only while the sequence stands in no line."""
+        """What prompt and output are expected to become; between `tokens` + 1 and `limit_tokens`. Some orders make a key
+        of it: when it has changed the sequence is placed anew."""
         self.started = started
         """It has run before, here or on another engine: it continues rather than begins."""
         self.running = False
@@ -96,6 +96,12 @@ class SequenceState:
         """It has been counted as an urgent request that found no victim."""
         self.key: SortKey = ()
 
+    @property
+    def prompt_left(self) -> int:
+        """Known tokens that are to be run before the last one, with which the next is drawn; 0 of a decode."""
+        left = self.tokens - self.computed - 1
+        return left if left > 0 else 0
+
     def expect(self, output_tokens: float) -> None:
         """So much output is expected in all; where it has more already, or may not have so much, as near to it as can be."""
         expected = self.prompt_tokens + output_tokens
@@ -115,7 +121,7 @@ class Line:
         self.holding: list[SequenceState] = []
         """Those that were added with blocks, in the same order: of a line that waits, the paused."""
         self._loads: dict[int, list[int]] = {}
-        """priority -> [requests, blocks]"""
+        """priority -> [requests, blocks, tokens of prompts left]"""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -125,13 +131,18 @@ class Line:
         insort(self.items, state, key=_key_of)
         if blocks:
             insort(self.holding, state, key=_key_of)
-        load = self._loads.setdefault(state.priority, [0, 0])
+        load = self._loads.setdefault(state.priority, [0, 0, 0])
         load[0] += 1
         load[1] += blocks
+        load[2] += state.prompt_left
 
     def grow(self, state: SequenceState, blocks: int) -> None:
         """A member that was added with blocks counts for `blocks` more."""
         self._loads[state.priority][1] += blocks
+
+    def ran(self, state: SequenceState, prompt_tokens: int) -> None:
+        """Of a member's prompt so much less is left; its state says so already, or will."""
+        self._loads[state.priority][2] -= prompt_tokens
 
     def remove(self, state: SequenceState, blocks: int) -> None:
         """Take a member out; `blocks` is what it counted for.
@@ -147,6 +158,7 @@ class Line:
         load = self._loads[state.priority]
         load[0] -= 1
         load[1] -= blocks
+        load[2] -= state.prompt_left
         if not load[0]:
             del self._loads[state.priority]
 
@@ -166,8 +178,9 @@ class Line:
             raise IntegrityError("a line does not know who in it holds blocks")
         loads: dict[int, list[int]] = {}
         for state in self.items:
-            load = loads.setdefault(state.priority, [0, 0])
+            load = loads.setdefault(state.priority, [0, 0, 0])
             load[0] += 1
             load[1] += counts_for(state)
+            load[2] += state.prompt_left
         if loads != self._loads:
             raise IntegrityError("a line's load is not the sum of its sequences")

@@ -57,6 +57,7 @@ class CoreLink:
             blocks_total=config.blocks,
             blocks_free=config.blocks,
             block_size_tokens=config.block_size_tokens,
+            step_tokens=config.step_token_budget,
         )
         """As it was told last: what the core said, with the adds that were answered here."""
         self.busy_since_s: float | None = None

@@ -191,7 +191,7 @@ class Ledger:
         """What a running one has now: its tokens, those that are on their way included, and its blocks."""
         state = tracked.state
         grew = tokens > state.tokens
-        state.tokens, state.computed = tokens, computed
+        self.correct(tracked, tokens=tokens, computed=computed)
         tracked.held_blocks = held_blocks
         blocks = self._counts_for(state, held_blocks)
         if blocks != state.blocks:
@@ -201,6 +201,14 @@ class Ledger:
             self._leave(tracked)
             self._predict(tracked)
             self._join(self.running, tracked)
+
+    def correct(self, tracked: Tracked, *, tokens: int, computed: int) -> None:
+        """It has so many tokens, and so many of them are computed."""
+        state = tracked.state
+        left = state.prompt_left
+        state.tokens, state.computed = tokens, computed
+        if left != state.prompt_left and not tracked.aside:
+            (self.running if state.running else self.waiting).ran(state, left - state.prompt_left)
 
     def learn(self, tracked: Tracked, output_tokens: int) -> None:
         """One has ended by itself after so many output tokens, those of earlier attempts included."""

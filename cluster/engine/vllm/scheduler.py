@@ -66,6 +66,7 @@ class ForebayScheduler(AsyncScheduler):
             slots_total=config.slots,
             blocks_total=blocks,
             block_size_tokens=config.block_size_tokens,
+            step_tokens=config.step_token_budget,
         )
         self._offered = Offered(self._ledger, self.requests.__getitem__)
         self.waiting = self._offered
@@ -278,8 +279,8 @@ class ForebayScheduler(AsyncScheduler):
                 held_blocks=len(blocks_of(tracked.core_id).blocks[0]),
             )
         for core_id in tuple(self._unsettled):
-            request = self.requests[core_id]
-            ledger.get(core_id).state.tokens = request.num_tokens
+            request, tracked = self.requests[core_id], ledger.get(core_id)
+            ledger.correct(tracked, tokens=request.num_tokens, computed=tracked.state.computed)
             if not request.num_in_flight_tokens:
                 self._unsettled.discard(core_id)
 
@@ -373,7 +374,8 @@ class ForebayScheduler(AsyncScheduler):
         self.running = [request for request in self.running if request.request_id not in names]
         for request in aside:
             if request.request_id in self._ledger:
-                self._ledger.get(request.request_id).state.computed = request.num_computed_tokens
+                tracked = self._ledger.get(request.request_id)
+                self._ledger.correct(tracked, tokens=tracked.state.tokens, computed=request.num_computed_tokens)
 
     # --- blocks ---
 

@@ -19,13 +19,16 @@ QUIET_MAX_S = 0.1
 class Telling:
     """The counters only rise."""
 
-    def __init__(self, ledger: Ledger, *, slots_total: int, blocks_total: int, block_size_tokens: int) -> None:
+    def __init__(
+        self, ledger: Ledger, *, slots_total: int, blocks_total: int, block_size_tokens: int, step_tokens: int
+    ) -> None:
         self.adds = self.steps = self.tokens = self.urgent_blocked = self.prefill_tokens = self.prefix_hit_tokens = 0
         self._preemptions = 0
         self._ledger = ledger
         self._slots_total = slots_total
         self._blocks_total = blocks_total
         self._block_size_tokens = block_size_tokens
+        self._step_tokens = step_tokens
         self._said_s = -math.inf
         self._said_blocks_free = blocks_total
         self._preempted: list[Preempted] = []
@@ -81,4 +84,5 @@ class Telling:
             blocks_cached=blocks_cached,
             prefix_hit_tokens_total=self.prefix_hit_tokens,
             prefill_tokens_total=self.prefill_tokens,
+            step_tokens=self._step_tokens,
         )
