@@ -19,7 +19,8 @@ from cluster.model import ModelFolderError
 from cluster.smollm2 import ensure_smollm2
 from deployments.engines import check_installed
 from deployments.instances import running_instances
-from deployments.settings import Environment, ModelConfig, Profile, ServedModel, UsageError, open_keys, open_models
+from deployments.keys import open_keys
+from deployments.settings import Environment, ModelConfig, Profile, ServedModel, UsageError, open_models
 
 _PORT_TRIES = 100
 _FREE_PORTS = range(20_000, 32_768)

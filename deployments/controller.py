@@ -19,12 +19,17 @@ from deployments.transport import Acceptor
 
 
 class Controller:
-    """One per cluster; Serve starts it again when it dies, and nothing waits for it."""
+    """One that leads, and one that stands by where the profile says so; Serve starts each again when it dies, and nothing
+    waits for it."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, instance_fields: dict[str, Any], application: str, scaled_fields: list[dict[str, Any]]
+        self, instance_fields: dict[str, Any], application: str, scaled_fields: list[dict[str, Any]], place: int
     ) -> None:
-        """`scaled_fields`: of each `scaler.Scaled`."""
+        """
+        Args:
+            scaled_fields: Of each `scaler.Scaled`.
+            place: Its number among the controllers, from 0.
+        """
         instance = Instance.model_validate(instance_fields)
         configure_logging(instance)
         secret = instance.secret()
@@ -32,7 +37,7 @@ class Controller:
         scaled = [Scaled.model_validate(fields) for fields in scaled_fields]
         weights = router.prompt_token_weight, router.output_token_weight
         meters = {s.model: Meter(*weights, clock.monotonic(), s.scale.average_s) for s in scaled}
-        server = ControllerServer(secret, clock, meters, instance.profile.control)
+        server = ControllerServer(secret, clock, meters, instance.profile.control, place)
         decode = msgspec.msgpack.Decoder(ToController).decode
         self._acceptor = Acceptor(server.identity, ROLES, decode, server.accept, instance.profile.transport)
         self._address = await self._acceptor.listen(listen_host(instance), 0, secret)
@@ -46,7 +51,7 @@ class Controller:
         return self._address
 
     async def check_health(self) -> None:
-        """Serve asks every second; raising replaces this controller."""
+        """Serve asks this again and again; raising replaces this controller."""
         raise_if_ended(self._tasks)
 
     async def __del__(self) -> None:

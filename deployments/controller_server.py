@@ -1,11 +1,12 @@
 """The controller's side of every router and replica: the rendezvous, and the whole picture for `forebay status`.
 
 Owns: who is connected and what each last reported, and when gates are handed out and proposals made (cluster/control
-decides which). Imports `cluster` and the transport; no Ray.
+decides which, and whether this controller leads). Imports `cluster` and the transport; no Ray.
 
 Invariants: it holds nothing that its successor does not rebuild from the first hellos and reports, so that it can be
-killed at any moment; its generation is higher than any that its peers have seen; nothing is proposed by what waited to be
-read while this process stood still; a proposal that cannot be sent at once is dropped.
+killed at any moment; where it does not lead it hears all, and says and does nothing; while it leads its generation is
+later than any that it has been told of; nothing is decided by what waited to be read while this process stood still; a
+proposal that cannot be sent at once is dropped.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from dataclasses import dataclass, field
 from cluster.config import ControlConfig
 from cluster.control.demand import Meter
 from cluster.control.gates import PERIOD_S
-from cluster.control.loop import Control
+from cluster.control.leader import BEAT_S, SILENT_S, Term, decide
+from cluster.control.loop import WEIGH_FOR_S, Control
 from cluster.control.routers import Routers
 from cluster.messages import (
     ClusterStatus,
     DrainAsk,
     DrainOrder,
     DrainTold,
+    Follows,
     Granted,
     Hello,
+    Leads,
     Leave,
     ReplicaHere,
     ReplicaStatus,
@@ -39,9 +43,11 @@ from cluster.messages import (
     RosterEntry,
     RouterDemand,
     RouterStatus,
+    ScaleStatus,
     StatusRequest,
     ToController,
     Unplaced,
+    Weigh,
 )
 from cluster.ports import Clock
 from cluster.types import Generation, ReplicaId, ReplicaReport, ReplicaState, RouterId
@@ -52,8 +58,13 @@ LOG = logging.getLogger("forebay.controller")
 ROLES = frozenset({"router", "replica"})
 _LATE_S = 0.5
 """A tick that is later has no part in anything: what has come meanwhile is still to be read."""
+_SCALE_TOLD_EVERY_S = 1.0
 _TICK_CPU_S = 0.01
 """A tick that takes more is told."""
+_SETTLE_S = 0.5
+"""Whoever begins to lead proposes nothing for so long: what the one before has had moved or called back shows by then."""
+_VOUCHED_S = SILENT_S - BEAT_S - 0.05
+"""A peer that was heard so lately had a beat, and less than SILENT_S ago: it does not tell anybody yet that it hears none."""
 
 
 @dataclass(eq=False)
@@ -69,6 +80,10 @@ class _Peer:
     report: ReplicaReport | None = None
     reported_at: float | None = None
     router: RouterStatus | None = field(default=None)
+    word: Follows | None = None
+    heard_s: float = -math.inf
+    ungranted: bool = False
+    """A replica that has no generation yet."""
 
     def message(self, message: ToController) -> None:
         self.server.message(self, message)
@@ -90,15 +105,23 @@ class ControllerServer:
         clock: Clock,
         meters: Mapping[str, Meter] | None = None,
         control: ControlConfig = ControlConfig(),  # noqa: B008  # frozen
+        place: int = 0,
     ) -> None:
-        """`meters`: of the models whose number of replicas follows what is asked of them (deployments/scaler.py)."""
+        """
+        Args:
+            meters: Of the models whose number of replicas follows what is asked of them (deployments/scaler.py).
+            place: Its number among the controllers, from 0.
+        """
         self._meters = meters or {}
         self._secret = secret
         self._clock = clock
         self._started_at = clock.monotonic()
-        self._generation = Generation(1, uuid.uuid4().hex)
+        self._term = Term(place, uuid.uuid4().hex)
+        self._leads_since_s = self._beat_s = self._ticked_s = -math.inf
         self._replica_generation_highest = 0
         self._peers: set[_Peer] = set()
+        self._voters: dict[str, _Peer] = {}
+        """By the sender, on its latest link: those that have said whom they follow."""
         self._routers = Routers()
         self._router_peers: dict[RouterId, _Peer] = {}
         """The latest link of each router."""
@@ -106,14 +129,17 @@ class ControllerServer:
         self._ticking: asyncio.TimerHandle | None = None
         self._handed_out_s = -math.inf
         self._handing_out: asyncio.TimerHandle | None = None
+        self._scale: dict[str, tuple[ScaleStatus, float]] = {}
+        """Of each model with scale, what was decided last, and when routers were told."""
 
     def identity(self, hello: Hello) -> Identity:
-        """Who we are towards this peer: of a later generation than any controller that it has seen."""
-        seen = hello.controller_generation_seen
-        own = self._generation
-        if seen is not None and seen.uuid != own.uuid and seen.number >= own.number:
-            self._generation = Generation(seen.number + 1, own.uuid)
-        return Identity(role="controller", sender_id="controller", secret=self._secret, generation=self._generation)
+        """Who we are towards this peer."""
+        del hello
+        return Identity(role="controller", sender_id="controller", secret=self._secret)
+
+    @property
+    def leads(self) -> bool:
+        return self._term.leads is not None
 
     def accept(self, link: Link, hello: Hello) -> _Peer:
         peer = _Peer(self, link, hello.role, hello.sender_id)
@@ -122,21 +148,21 @@ class ControllerServer:
             self._tick_soon()
         if hello.role == "replica":
             if hello.generation is None:
-                self._replica_generation_highest += 1
-                link.send(Granted(generation=Generation(self._replica_generation_highest, uuid.uuid4().hex)))
+                peer.ungranted = True
             else:
                 self._replica_generation_highest = max(self._replica_generation_highest, hello.generation.number)
         else:
-            link.send(self._roster())
             self._router_peers[RouterId(peer.sender_id)] = peer
             self._routers.joined(RouterId(peer.sender_id))
             for meter in self._meters.values():
                 meter.router_here(RouterId(peer.sender_id))
-            self._hand_out_soon()
+        self._welcome(peer)
         return peer
 
     def peer_gone(self, peer: _Peer) -> None:
         self._peers.discard(peer)
+        if self._voters.get(peer.sender_id) is peer:
+            del self._voters[peer.sender_id]
         if peer.entry is not None:
             self._tell_routers()
             self._control.replica_gone(peer.entry.replica_id, peer.entry.generation)
@@ -151,9 +177,15 @@ class ControllerServer:
                 meter.router_gone(router_id)
 
     def message(self, peer: _Peer, message: ToController) -> None:
+        peer.heard_s = self._clock.monotonic()
         match message:
+            case Follows():
+                peer.word = message
+                self._voters[peer.sender_id] = peer
             case ReplicaHere(entry=entry, pid=pid):
-                peer.entry, peer.pid = entry, pid
+                peer.entry, peer.pid, peer.ungranted = entry, pid, False
+                highest = max(self._replica_generation_highest, entry.generation.number)
+                self._replica_generation_highest = highest
                 self._tell_routers()
             case ReplicaStatus(report=report, held=held, retiring=retiring):
                 peer.report, peer.reported_at = report, self._clock.monotonic()
@@ -167,7 +199,8 @@ class ControllerServer:
             case RouterDemand():
                 router_id = RouterId(peer.sender_id)
                 if self._router_peers.get(router_id) is peer:
-                    self._routers.heard(router_id, message, self._clock.monotonic())
+                    if self.leads:
+                        self._routers.heard(router_id, message, self._clock.monotonic())
                     if message.model in self._meters:
                         self._meters[message.model].router(router_id, message, self._clock.monotonic())
                     self._hand_out_soon()
@@ -176,20 +209,82 @@ class ControllerServer:
                 if self._router_peers.get(router_id) is peer:
                     self._control.unplaced(router_id, message, self._clock.monotonic())
             case StatusRequest(ask_id=ask_id):
-                peer.link.send(self._status(ask_id))
+                if self._term.leads is not None:
+                    peer.link.send(self._status(ask_id, self._term.leads))
             case DrainAsk():
-                peer.link.send(self._drain(message))
+                if self.leads:
+                    peer.link.send(self._drain(message))
+
+    # --- who leads ---
+
+    def _take_stock(self, now_s: float) -> None:
+        """Lead, or stop, or go on."""
+        words = [p.word for p in self._voters.values() if p.word is not None and now_s - p.heard_s <= SILENT_S]
+        before, self._term = self._term, decide(self._term, words, now_s)
+        leads = self._term.leads
+        if leads == before.leads:
+            if leads is not None and now_s - self._beat_s >= BEAT_S:
+                self._beat(leads, now_s)
+            return
+        if leads is None:
+            LOG.warning("stands by: generation %d has a successor", before.leads.number if before.leads else 0)
+            return
+        LOG.info("leads, as generation %d", leads.number)
+        self._leads_since_s = self._beat_s = now_s
+        self._routers = Routers()
+        for router_id in self._router_peers:
+            self._routers.joined(router_id)
+        for peer in self._peers:
+            self._welcome(peer)
+
+    def _beat(self, leads: Generation, now_s: float) -> None:
+        self._beat_s = now_s
+        for peer in self._peers:
+            if not peer.link.congested:
+                peer.link.send(Leads(leads))
+
+    def _welcome(self, peer: _Peer) -> None:
+        """What is said first to each peer, once this controller leads."""
+        if self._term.leads is None:
+            return
+        peer.link.send(Leads(self._term.leads))
+        if peer.ungranted:
+            self._replica_generation_highest += 1
+            peer.link.send(Granted(generation=Generation(self._replica_generation_highest, uuid.uuid4().hex)))
+        elif peer.role == "router":
+            peer.link.send(self._roster())
+            self._hand_out_soon()
+
+    def vouched_by(self, running: frozenset[ReplicaId]) -> bool:
+        """Whether this controller leads beyond doubt, so that another can be told by none of these replicas that it may:
+        most of them, or of the routers where there are none, have just said that they follow it and hear it.
+
+        What cannot refuse an older one (Ray Serve) is told nothing without.
+        """
+        now_s = self._clock.monotonic()
+        if self._term.leads is None or now_s - self._ticked_s > _LATE_S:
+            return False
+        word = Follows(self._term.leads, heard=True)
+        vouching = {
+            peer.entry.replica_id if peer.entry else peer.sender_id
+            for peer in self._voters.values()
+            if peer.word == word and now_s - peer.heard_s <= _VOUCHED_S
+        }
+        voters: frozenset[str] = running or frozenset(self._router_peers)
+        return 2 * len(vouching & voters) > len(voters)
 
     # --- gates ---
 
     def _hand_out_soon(self) -> None:
         """Now, or a period after the last time."""
-        if self._handing_out is None:
+        if self._handing_out is None and self.leads:
             wait_s = max(0.0, self._handed_out_s + PERIOD_S - self._clock.monotonic())
             self._handing_out = asyncio.get_running_loop().call_later(wait_s, self._hand_out)
 
     def _hand_out(self) -> None:
         self._handing_out = None
+        if not self.leads:
+            return
         self._handed_out_s = now_s = self._clock.monotonic()
         for router_id, gates in self._routers.hand_out(now_s, self._free_slots, self._can_take):
             self._router_peers[router_id].link.send(gates)
@@ -223,18 +318,25 @@ class ControllerServer:
             return
         self._tick_soon()
         now_s = self._clock.monotonic()
-        if now_s - due_s <= _LATE_S:
-            self._propose(now_s)
-        else:
-            LOG.warning("nothing is proposed: this process stood still for %.1f s", now_s - due_s)
+        if now_s - due_s > _LATE_S:
+            LOG.warning("nothing is decided: this process stood still for %.1f s", now_s - due_s)
+            return
+        self._ticked_s = now_s
+        self._take_stock(now_s)
+        if self._term.leads is not None and now_s - self._leads_since_s >= _SETTLE_S:
+            self._propose(self._term.leads, now_s)
 
-    def _propose(self, now_s: float) -> None:
+    def _propose(self, leads: Generation, now_s: float) -> None:
         began_s = time.thread_time()
         proposals = self._control.tick(now_s)
         for proposal in proposals:
             peer = self._router_peers.get(proposal.router_id)
             if peer is not None and not peer.link.congested:
-                peer.link.send(proposal.message(self._generation))
+                peer.link.send(proposal.message(leads))
+        for model in self._control.to_weigh(now_s):
+            for peer in self._peers:
+                if peer.entry is not None and peer.entry.model == model:
+                    peer.link.send(Weigh(WEIGH_FOR_S))
         took_s = time.thread_time() - began_s
         if proposals or took_s > _TICK_CPU_S:
             LOG.debug("a tick took %.1f ms of CPU and made %d proposals", took_s * 1000, len(proposals))
@@ -254,9 +356,28 @@ class ControllerServer:
             peer.link.send(DrainOrder(ask.drain))
         return DrainTold(ask.ask_id, tuple(sorted(p.entry.replica_id for p in meant if p.entry is not None)))
 
+    def scaled(self, status: ScaleStatus) -> None:
+        """What was decided about a model's number of replicas; routers hear of it when it changes, and now and then."""
+        now_s = self._clock.monotonic()
+        before, told_s = self._scale.get(status.model, (None, -math.inf))
+        if (
+            before is not None
+            and before.now.wanted == status.now.wanted
+            and (before.kept, before.trouble) == (status.kept, status.trouble)
+            and now_s - told_s < _SCALE_TOLD_EVERY_S
+        ):
+            self._scale[status.model] = status, told_s
+            return
+        self._scale[status.model] = status, now_s
+        for peer in self._router_peers.values():
+            if not peer.link.congested:
+                peer.link.send(status)
+
     # --- the roster and the whole picture ---
 
     def _tell_routers(self) -> None:
+        if not self.leads:
+            return
         roster = self._roster()
         for peer in self._peers:
             if peer.role == "router":
@@ -265,12 +386,12 @@ class ControllerServer:
     def _roster(self) -> Roster:
         return Roster(entries=tuple(sorted((p.entry for p in self._peers if p.entry), key=lambda e: e.replica_id)))
 
-    def _status(self, ask_id: int) -> ClusterStatus:
+    def _status(self, ask_id: int, leads: Generation) -> ClusterStatus:
         now = self._clock.monotonic()
         replicas = sorted((p for p in self._peers if p.entry), key=lambda p: p.entry.replica_id if p.entry else "")
         return ClusterStatus(
             ask_id=ask_id,
-            controller_generation=self._generation,
+            controller_generation=leads,
             controller_pid=os.getpid(),
             uptime_s=now - self._started_at,
             replicas=tuple(
@@ -284,4 +405,5 @@ class ControllerServer:
                 if p.entry
             ),
             routers=tuple(sorted((p.router for p in self._peers if p.router), key=lambda r: r.router_id)),
+            scale=tuple(self._scale[model][0] for model in sorted(self._scale)),
         )

@@ -2,7 +2,8 @@
 
 Owns: when the engine is asked, and which of its answer is told. Imports `cluster`; whose an attempt is, and what else is
 open about it, the server says. Runs on the replica's event loop. Invariants: the engine is asked one thing at a time and
-at most every `_PERIOD_S`; nothing is told of an attempt that is over, nor of one on a replica that is not short of room.
+at most every `_PERIOD_S`; nothing is told of an attempt that is over, nor of one on a replica that is not short of room,
+but while the controller has a request that fits nowhere: then who is to leave is weighed over all replicas.
 """
 
 from __future__ import annotations
@@ -42,14 +43,19 @@ class HeldFeed:
         self._post = post
         self._asked_s = -math.inf
         self._asking = False
+        self._weighed_until_s = -math.inf
         self._answer: tuple[HeldAttempt, ...] = ()
+
+    def weigh(self, for_s: float) -> None:
+        """All is weighed for so long, however much room there is."""
+        self._weighed_until_s = self._clock.monotonic() + for_s
 
     def told(self, load: EngineLoad) -> tuple[HeldRequest, ...] | None:
         """With a report: what the engine said last, as far as it is still so, and have it asked again."""
-        if not short_of_room(load):
+        now_s = self._clock.monotonic()
+        if not (short_of_room(load) or (load.running and now_s < self._weighed_until_s)):
             self._answer = ()
             return None
-        now_s = self._clock.monotonic()
         if not self._asking and now_s - self._asked_s >= _PERIOD_S:
             self._asked_s, self._asking = now_s, True
             self._engine.held(_TOLD).add_done_callback(lambda asked: self._post(self._answered, asked))
@@ -66,7 +72,8 @@ class HeldFeed:
 
 
 def short_of_room(load: EngineLoad) -> bool:
-    """Whether somebody waits, or less than half of the slots or blocks is free: else nothing here is worth moving."""
+    """Whether somebody waits, or less than half of the slots or blocks is free: else nothing here is worth moving for
+    its own good."""
     running = sum(level.requests for level in load.running)
     return bool(load.waiting) or 2 * running > load.slots_total or 2 * load.blocks_free < load.blocks_total
 
@@ -81,4 +88,5 @@ def _told(held: HeldAttempt, router_id: RouterId) -> HeldRequest:
         blocks=held.blocks,
         tokens=held.tokens,
         remaining_tokens=held.remaining_tokens,
+        to_compute_tokens=held.to_compute_tokens,
     )

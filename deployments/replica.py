@@ -27,7 +27,7 @@ class Replica:
     """Ready for routers once it is constructed."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, instance_fields: dict[str, Any], model_name: str, controller: DeploymentHandle[Any]
+        self, instance_fields: dict[str, Any], model_name: str, controllers: list[DeploymentHandle[Any]]
     ) -> None:
         instance = Instance.model_validate(instance_fields)
         configure_logging(instance)
@@ -37,8 +37,8 @@ class Replica:
             return build_engine(folder, model.config.engine, SystemClock())
 
         replica_id = ReplicaId(serve.get_replica_context().replica_id.unique_id)
-        find = controller_finder(controller)
-        self._process = ReplicaProcess(instance, model.folder, replica_id, find, load, _die, self._retire)
+        find, *standby = map(controller_finder, controllers)
+        self._process = ReplicaProcess(instance, model.folder, replica_id, find, load, _die, self._retire, *standby)
         await self._process.start(listen_host(instance), zone=Environment().zone)
         settle()
         await self._process.meet_routers()

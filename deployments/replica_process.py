@@ -11,11 +11,11 @@ import os
 from collections.abc import Callable
 
 from cluster.clock import SystemClock
-from cluster.messages import DrainOrder, FromController, Granted, Leave, ReplicaHere, ReplicaStatus, RosterEntry
+from cluster.messages import DrainOrder, FromController, Granted, Leave, ReplicaHere, ReplicaStatus, RosterEntry, Weigh
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort
 from cluster.types import Generation, ReplicaId
-from deployments.controller_link import ControllerLink, Find
+from deployments.controller_link import ControllerLinks, Find
 from deployments.replica_server import ROLES, ReplicaServer, decode
 from deployments.settings import Instance
 from deployments.tasks import raise_if_ended
@@ -41,7 +41,9 @@ class ReplicaProcess:
         load: Callable[[ModelFolder], EnginePort],
         on_death: Callable[[str], None],
         on_leave: Callable[[], None] = lambda: None,
+        standby: Find | None = None,
     ) -> None:
+        """`find` finds a controller and `standby` the other, where there are two."""
         self._profile = instance.profile
         self._id = replica_id
         self._load = load
@@ -52,8 +54,13 @@ class ReplicaProcess:
         self._granted: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._here: ReplicaHere | None = None
         self._acceptor: Acceptor | None = None
-        self._controller = ControllerLink(
-            find, self._hello_identity, self._controller_up, self._from_controller, self._profile.transport
+        self._controllers = ControllerLinks(
+            (find,) if standby is None else (find, standby),
+            self._hello_identity,
+            lambda: () if self._here is None else (self._here,),
+            self._from_controller,
+            SystemClock(),
+            self._profile.transport,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._leaving = False
@@ -64,7 +71,7 @@ class ReplicaProcess:
 
     async def start(self, host: str, zone: str = "") -> None:
         """Load the engine, get a generation, listen on `host`, and tell the controller where, and in which `zone`."""
-        self._tasks.append(asyncio.create_task(self._controller.run(), name="controller link"))
+        self._tasks.append(asyncio.create_task(self._controllers.run(), name="controller links"))
         # Loading takes seconds, in a thread so that health checks and the link to the controller go on.
         self.engine = await asyncio.to_thread(self._load, self._model)
         generation = await self._granted
@@ -76,7 +83,7 @@ class ReplicaProcess:
         host, port = await self._acceptor.listen(host, 0, self._secret)
         entry = RosterEntry(self._id, generation, host, port, self._model.name, zone)
         self._here = ReplicaHere(entry=entry, pid=os.getpid())
-        self._controller.send(self._here)
+        self._controllers.tell(self._here)
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
 
     async def meet_routers(self) -> None:
@@ -87,13 +94,9 @@ class ReplicaProcess:
                 return
             await asyncio.sleep(_MEET_POLL_S)
 
-    def _hello_identity(self, seen: Generation | None) -> Identity:
+    def _hello_identity(self) -> Identity:
         generation = self._granted.result() if self._granted.done() else None
-        return Identity("replica", self._id, self._secret, generation=generation, controller_generation_seen=seen)
-
-    def _controller_up(self) -> None:
-        if self._here is not None:
-            self._controller.send(self._here)
+        return Identity("replica", self._id, self._secret, generation=generation)
 
     def _from_controller(self, message: FromController) -> None:
         match message:
@@ -104,6 +107,8 @@ class ReplicaProcess:
                 self._order(message)
             case Leave():
                 self._leave()
+            case Weigh(for_s=for_s):
+                self.server.weigh(for_s)
             case _:
                 pass  # for routers
 
@@ -134,7 +139,7 @@ class ReplicaProcess:
             self.server.tick()
             report = self.server.report(None)
             held = self.server.held(report.load)
-            self._controller.send(ReplicaStatus(report=report, held=held, retiring=self._retiring))
+            self._controllers.tell(ReplicaStatus(report=report, held=held, retiring=self._retiring))
             await asyncio.sleep(self._profile.transport.report_period_s)
 
     def check(self) -> None:

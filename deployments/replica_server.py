@@ -405,6 +405,10 @@ class ReplicaServer:
         """With a report of `load` to the controller: what it may have moved or taken back."""
         return self._held.told(load)
 
+    def weigh(self, for_s: float) -> None:
+        """The controller needs to know what is here, whether or not there is room."""
+        self._held.weigh(for_s)
+
     def _movable_of(self, held: HeldAttempt) -> RouterId | None:
         key = (held.request_id, held.attempt)
         session = self._owner.get(key)

@@ -17,12 +17,12 @@ from deployments.settings import Instance
 
 class Router:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, instance_fields: dict[str, Any], controller: DeploymentHandle[Any], replicas: object
+        self, instance_fields: dict[str, Any], controllers: list[DeploymentHandle[Any]], replicas: object
     ) -> None:
         del replicas  # named only so that the application has them
         instance = Instance.model_validate(instance_fields)
         configure_logging(instance)
-        self._process = RouterProcess(instance, controller_finder(controller))
+        self._process = RouterProcess(instance, *map(controller_finder, controllers))
         await self._process.start()
         settle()
 

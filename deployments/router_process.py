@@ -34,21 +34,24 @@ from cluster.messages import (
     Roster,
     RosterEntry,
     RouterStatus,
+    ScaleStatus,
     StatusRequest,
+    Weigh,
 )
-from cluster.types import Generation, ReplicaId, RouterId
-from deployments.controller_link import ControllerLink, Find
+from cluster.types import ReplicaId, RouterId
+from deployments.controller_link import ControllerLinks, Find
+from deployments.keys import open_keys
 from deployments.listener import Listener, Port, stand_by_for_port, take_port
 from deployments.open_files import allow_many_connections
 from deployments.replica_link import ReplicaLink
-from deployments.settings import Instance, open_keys, url_of
+from deployments.settings import Instance, url_of
 from deployments.tasks import raise_if_ended
 from deployments.transport import Identity
 from router.app import build_app
 from router.core import RouterCore
 from router.exposition import ByModel
 from router.keys import KeyRing
-from router.metrics_sink import RouterMetrics
+from router.metrics_sink import ControllerMetrics, RouterMetrics
 from router.pools import Pool, Pools
 
 _log = logging.getLogger("forebay.router")
@@ -67,7 +70,8 @@ _ANSWER_TIMEOUT_S = 1.0
 class RouterProcess:
     """Serves HTTP once started; /ready tells when a replica can be used."""
 
-    def __init__(self, instance: Instance, find: Find) -> None:
+    def __init__(self, instance: Instance, find: Find, standby: Find | None = None) -> None:
+        """`find` finds a controller and `standby` the other, where there are two."""
         self._profile = profile = instance.profile
         self._id = RouterId(f"router-{uuid.uuid4().hex[:12]}")
         self._secret = instance.secret()
@@ -98,9 +102,11 @@ class RouterProcess:
         self._add_numbers = itertools.count(1)
         self._vital: list[asyncio.Task[None]] = []
         """Tasks without which this process is of no use."""
-        self._controller = ControllerLink(
-            find, self._hello_identity, lambda: None, self._from_controller, profile.transport
+        finds = (find,) if standby is None else (find, standby)
+        self._controllers = ControllerLinks(
+            finds, self._hello_identity, lambda: (), self._from_controller, self._clock, profile.transport
         )
+        self._controller_metrics = ControllerMetrics(registry)
         app = build_app(
             pools=Pools(tuple(self._pools.values())),
             config=profile.router,
@@ -125,7 +131,7 @@ class RouterProcess:
         allow_many_connections()
         port = take_port(*self._ports)
         self._vital = [
-            self._spawn(self._controller.run(), "controller link"),
+            self._spawn(self._controllers.run(), "controller links"),
             self._spawn(self._tick(), "tick"),
             self._spawn(self._tell_demand(), "demand"),
         ]
@@ -161,8 +167,8 @@ class RouterProcess:
 
     # --- the controller and the roster ---
 
-    def _hello_identity(self, seen: Generation | None) -> Identity:
-        return Identity("router", self._id, self._secret, controller_generation_seen=seen)
+    def _hello_identity(self) -> Identity:
+        return Identity("router", self._id, self._secret)
 
     def _from_controller(self, message: FromController) -> None:
         match message:
@@ -185,7 +191,10 @@ class RouterProcess:
                     self.cores[name].hear(message)
             case Propose():
                 any(core.propose(message) for core in self.cores.values())  # one has that replica, or it is gone
-            case Granted() | DrainOrder() | Leave():
+            case ScaleStatus(model=name):
+                if name in self.cores:
+                    self.cores[name].scaled(message)
+            case Granted() | DrainOrder() | Leave() | Weigh():
                 pass  # for replicas
 
     async def _keep_link(self, entry: RosterEntry) -> None:
@@ -221,7 +230,7 @@ class RouterProcess:
         ask: asyncio.Future[ClusterStatus | DrainTold] = asyncio.get_running_loop().create_future()
         self._asks[ask_id] = ask
         try:
-            if not self._controller.send(question(ask_id)):
+            if not self._controllers.ask(question(ask_id)):
                 return None
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 return await ask
@@ -241,13 +250,17 @@ class RouterProcess:
                 for core in self.cores.values():
                     core.tick(gauges=count % _STATUS_EVERY_TICKS == 0)
             if count % _STATUS_EVERY_TICKS == 0:
-                self._controller.send(
+                links = self._controllers
+                standbys = links.linked - links.leader_linked
+                self._controller_metrics.show(links.generation, standbys, links.refused, led=links.leader_linked)
+                links.tell(
                     RouterStatus(
                         router_id=self._id,
                         observed_unix_s=self._clock.unix(),
                         url=self.url,
                         pid=os.getpid(),
                         models=tuple(pool.status for pool in self._pools.values()),
+                        standbys=standbys,
                     )
                 )
             await asyncio.sleep(_TICK_S)
@@ -257,10 +270,10 @@ class RouterProcess:
         while True:
             for name, core in self.cores.items():
                 demand = core.demand(name)
-                if demand is not None and self._controller.send(demand):
+                if demand is not None and self._controllers.tell(demand):
                     core.told(demand)
                 if (unplaced := core.unplaced(name)) is not None:
-                    self._controller.send(unplaced)
+                    self._controllers.tell(unplaced)
             await asyncio.sleep(DEMAND_PERIOD_S)
 
     def check(self) -> None:

@@ -18,6 +18,7 @@ import math
 import random
 import urllib.error
 import urllib.request
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -36,7 +37,7 @@ from cluster.control.scale import (
     next_step,
     set_aside,
 )
-from cluster.messages import DrainOrder, Leave
+from cluster.messages import DrainOrder, Leave, ScaleDecision, ScaleStatus
 from cluster.ports import Clock
 from cluster.types import ReplicaId
 from deployments.settings import ServeAccess, UsageError
@@ -51,6 +52,9 @@ LOOK_SOON_S = 1.0
 """And so often while something is: what a step does is in the reports by then."""
 SETTLE_S = 10.0
 CALL_TIMEOUT_S = 5.0
+CHANGES_TOLD = 8
+TROUBLE_TOLD = 300
+"""Characters."""
 PAUSE_MAX_S = 30.0
 
 
@@ -79,9 +83,20 @@ class ServePort(Protocol):
 
 
 class Orders(Protocol):
-    """Who tells replicas: the controller's server."""
+    """Who tells replicas, and whether it is ours to decide: the controller's server."""
+
+    @property
+    def leads(self) -> bool: ...
+
+    def vouched_by(self, running: frozenset[ReplicaId]) -> bool:
+        """Serve does what the last one says: it is told nothing while another may lead."""
+        ...
 
     def tell_replica(self, replica_id: ReplicaId, message: DrainOrder | Leave) -> None: ...
+
+    def scaled(self, status: ScaleStatus) -> None:
+        """What was decided last, and why: for all to see."""
+        ...
 
 
 class ServeDashboard:
@@ -149,6 +164,11 @@ class Scaler:
         """A step is yet to be taken, or to be seen."""
         self._looked_s = -math.inf
         self._failures = 0
+        self._kept: int | None = None
+        """As Serve said last."""
+        self._changes: deque[ScaleDecision] = deque(maxlen=CHANGES_TOLD)
+        """The latest first."""
+        self._told: ScaleDecision | None = None
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -158,12 +178,17 @@ class Scaler:
 
     async def turn(self) -> float:
         """Decide, and do the next step, if any. Returns the pause until it is to be called again."""
+        if not self._orders.leads:
+            self._state, self._started_s = None, self._clock.monotonic()
+            return PERIOD_S
         try:
             await self._turn()
         except ServeCallError as error:
             self._failures += 1
             pause_s = min(PAUSE_MAX_S, PERIOD_S * 2.0**self._failures) * self._rng.uniform(0.5, 1.0)
             _log.warning("%s: cannot scale now, tried again in %.1f s: %s", self._scaled.model, pause_s, error)
+            if self._told is not None:
+                self._tell(self._told, str(error))
             return pause_s
         return PERIOD_S
 
@@ -175,18 +200,23 @@ class Scaler:
                 self._state = self._found(load, await self._look(now_s), now_s)
             return
         verdict = decide(load, self._scaled.scale, now_s, self._state)
-        changed = verdict.state.wanted != self._state.wanted
+        was, wanted = self._state.wanted, verdict.state.wanted
+        changed = wanted != was
         self._state = verdict.state
+        decision = ScaleDecision(self._clock.unix(), was, wanted, verdict.why, verdict.numbers)
         if changed:
             _log.info("%s: %s: %s", self._scaled.model, verdict.why, verdict.numbers)
+            self._changes.appendleft(decision)
+        self._tell(decision)
         if not changed and now_s - self._looked_s < (LOOK_SOON_S if self._under_way else LOOK_S):
             return
         self._under_way = True  # also where Serve does not answer
-        serve, wanted, most = await self._look(now_s), self._state.wanted, self._scaled.scale.max
+        serve, most = await self._look(now_s), self._scaled.scale.max
         load = self._meter.load(self._clock.monotonic())
         step = next_step(load, wanted, serve, most)
         if step is not None:
-            await self._do(step)
+            if self._orders.vouched_by(serve.running):
+                await self._do(step)
         else:
             due = min(wanted + set_aside(load, serve), most)
             self._under_way = serve.target != due or any(r.retiring for r in load.replicas)
@@ -201,8 +231,14 @@ class Scaler:
 
     async def _look(self, now_s: float) -> Deployed:
         deployed = await self._serve.deployed(self._scaled.deployment)
-        self._looked_s, self._failures = now_s, 0
+        self._looked_s, self._failures, self._kept = now_s, 0, deployed.target
         return deployed
+
+    def _tell(self, decision: ScaleDecision, trouble: str = "") -> None:
+        self._told = decision
+        self._orders.scaled(
+            ScaleStatus(self._scaled.model, decision, self._kept, trouble[:TROUBLE_TOLD], tuple(self._changes))
+        )
 
     async def _do(self, step: Step) -> None:
         _log.info("%s: %s", self._scaled.model, step)

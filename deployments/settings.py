@@ -25,7 +25,6 @@ from pydantic import (
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cluster.config import (
-    Auth,
     Config,
     ControlConfig,
     EngineConfig,
@@ -38,7 +37,6 @@ from cluster.config import (
 )
 from cluster.model import ModelFolder, ModelFolderError
 from cluster.smollm2 import default_cache
-from router.keys import KeyFile, KeyRing, KeysError
 
 PROFILES = Path(__file__).parent / "profiles"
 _DRAIN_NOTICE_S = 5.0
@@ -326,20 +324,6 @@ class Instance(Config):
         if len(secret) < 32:
             raise UsageError(f"{self.secret_path} holds {len(secret)} bytes; the cluster's secret needs at least 32")
         return secret
-
-
-def open_keys(router: RouterConfig) -> KeyRing | None:
-    """The keys that a router serves; None where it asks for none. Raises UsageError where they cannot be read."""
-    if router.auth is not Auth.KEYS:
-        return None
-    try:
-        return KeyRing(key_file(router), router.classes)
-    except KeysError as error:
-        raise UsageError(f"router.auth is keys: {error}") from error
-
-
-def key_file(router: RouterConfig) -> KeyFile:
-    return KeyFile(router.keys_file, router.keys_pepper_file)
 
 
 def load_profile(name_or_path: str, overrides: dict[str, Any]) -> Profile:

@@ -87,7 +87,6 @@ class Identity:
     secret: bytes
     model_hash: str = ""
     generation: Generation | None = None
-    controller_generation_seen: Generation | None = None
 
 
 class LinkHandler(Protocol):
@@ -238,7 +237,6 @@ def _hello(identity: Identity, challenge: Challenge, nonce: bytes) -> Hello:
         proof=b"",
         model_hash=identity.model_hash,
         generation=identity.generation,
-        controller_generation_seen=identity.controller_generation_seen,
     )
     return msgspec.structs.replace(hello, proof=_proof(identity.secret, challenge.nonce, hello))
 

@@ -192,7 +192,7 @@ class LocalInstance:
         from ray import serve
         from ray.serve._private.constants import SERVE_LOGGER_NAME
 
-        from deployments.app import APPLICATION, build
+        from deployments.app import APPLICATION, build, kept_by_serve
 
         logging.getLogger(SERVE_LOGGER_NAME).setLevel(logging.ERROR)
         instance = Instance(
@@ -204,7 +204,10 @@ class LocalInstance:
         )
         serve.start(proxy_location="Disabled")
         target = serve.RunTarget(
-            target=build(instance), name=APPLICATION, route_prefix=None, external_scaler_enabled=self._scales
+            target=build(instance, kept_by_serve()),
+            name=APPLICATION,
+            route_prefix=None,
+            external_scaler_enabled=self._scales,
         )
         (self._handle,) = serve.run_many([target], wait_for_applications_running=False)
         limit_s = self._profile.health.start_timeout_s

@@ -6,7 +6,8 @@ environment and the instances of this machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -28,9 +29,9 @@ def read_environment() -> Environment:
         raise CommandError(f"FOREBAY_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}") from error
 
 
-def ask(url: str | None, path: str, method: str = "GET") -> tuple[str, Any]:
-    """(the address that was asked, the JSON that it answered at `path`). Without `url` it is FOREBAY_URL, or the newest
-    instance on this machine.
+def ask(url: str | None, path: str, part: str, method: str = "GET") -> tuple[str, Any]:
+    """(the address that was asked, the JSON that it answered at `path`, in which `part` is a member). Without `url` it is
+    FOREBAY_URL, or the newest instance on this machine.
 
     Raises:
         CommandError: there is none, it does not answer, or it answers with an error, whose words these are.
@@ -51,13 +52,28 @@ def ask(url: str | None, path: str, method: str = "GET") -> tuple[str, Any]:
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise unauthorized(address, settings.credentials)
         said = answer.json()
-        if answer.status_code in (httpx.codes.NOT_FOUND, httpx.codes.FORBIDDEN):
+        if answer.is_error:
             raise CommandError(f"{address}: {said['error']['message']}", exit_code=1)
-        answer.raise_for_status()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        _ = said[part]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = str(error) or type(error).__name__
         raise CommandError(f"no {what} from {address}; is it running? ({why})") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise CommandError(
+            f"no {what} from {address}: what answered there (status {answer.status_code}) is no router of Forebay's"
+        ) from error
     return address, said
+
+
+@contextmanager
+def understood(address: str) -> Iterator[None]:
+    """Around what shows an answer: where it lacks something, another version gave it. Raises CommandError then."""
+    try:
+        yield
+    except (LookupError, TypeError) as error:
+        raise CommandError(
+            f"{address} answers as another version of Forebay does ({error!r}); --json prints it"
+        ) from error
 
 
 def unauthorized(address: str, credentials: Mapping[str, str]) -> CommandError:

@@ -16,7 +16,8 @@ import msgspec
 import typer
 from rich.text import Text
 
-from deployments.settings import Profile, UsageError, key_file, load_profile
+from deployments.keys import key_file
+from deployments.settings import Profile, UsageError, load_profile
 from ops.errors import CommandError
 from ops.report import console, format_number, print_table
 from router.keys import KeyFile, KeyRecord, KeysError

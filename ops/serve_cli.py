@@ -12,12 +12,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -25,9 +28,21 @@ from cluster.config import Auth
 from deployments.checks import find_models, preflight
 from deployments.settings import ServedModel, UsageError, load_profile
 from deployments.up import InterruptedBySignalError, LocalInstance
-from ops.endpoint import ask, read_environment
+from ops.endpoint import ask, read_environment, understood
 from ops.errors import CommandError
 from ops.report import console
+
+_OLD_REPORT_S = 1.0
+"""Reports come ten times a second."""
+_CHANGES_SHOWN = 3
+_SCALE_WORDS = {
+    "demand_per_s": "asked {:.0f} tokens/s",
+    "of_one_per_s": "one replica does {:.0f} tokens/s",
+    "occupied": "{:.1f} replicas occupied",
+    "queued": "{:.0f} queued",
+    "attained": "{:.0%} of first tokens in time",
+}
+"""Prompt and output tokens by their weights."""
 
 
 class DTypeName(StrEnum):
@@ -72,7 +87,7 @@ def serve(
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Engines, each in a process of its own.")] = None,
     model: Annotated[
-        Path | None, typer.Option(help="A model folder in Hugging Face form. [default: SmolLM2-135M-Instruct]")
+        Path | None, typer.Option(help="A model folder in Hugging Face form.", show_default="SmolLM2-135M-Instruct")
     ] = None,
     dtype: Annotated[
         DTypeName | None, typer.Option(help="float32 keeps exact resume; bfloat16 is faster and smaller.")
@@ -153,17 +168,18 @@ def _made_of(model: ServedModel) -> str:
 
 def status(
     url: Annotated[
-        str | None, typer.Option(help="The router. [default: FOREBAY_URL, or the newest instance on this machine]")
+        str | None, typer.Option(help="The router.", show_default="FOREBAY_URL, or the newest instance on this machine")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the router answered.")] = False,
 ) -> None:
     """Show a running Forebay: queue by model and priority, replicas with their load, and the controller."""
-    address, state = ask(url, "/status")
+    address, state = ask(url, "/status", "cluster")
     if as_json:
         json.dump(state, sys.stdout, indent=2)
         print()
         return
-    _show(console(), address, state)
+    with understood(address):
+        _show(console(), address, state)
 
 
 def _show(out: Console, address: str, state: dict[str, Any]) -> None:
@@ -189,14 +205,44 @@ def _show(out: Console, address: str, state: dict[str, Any]) -> None:
         out.print("[bold]Controller[/] [yellow]does not answer; routers and replicas go on without it[/]")
         return
     generation = cluster["controller_generation"]["number"]
+    standby = "one stands by" if any(router["standbys"] for router in cluster["routers"]) else "none stands by"
     out.print(
-        f"\n[bold]Controller[/] up {cluster['uptime_s']:.0f} s, generation {generation}, "
-        f"{counted(len(cluster['replicas']), 'replica')}, {counted(len(cluster['routers']), 'router')}",
+        f"\n[bold]Controller[/] pid {cluster['controller_pid']} leads, up {cluster['uptime_s']:.0f} s, generation {generation}; "
+        f"{standby}; {counted(len(cluster['replicas']), 'replica')}, {counted(len(cluster['routers']), 'router')}",
         highlight=False,
     )
     for router in cluster["routers"]:
         out.print(f"  router {router['url'] or '(stands by)'}, pid {router['pid']}", highlight=False)
-    out.print(_replica_table(cluster["replicas"]))
+    for scale in cluster["scale"]:
+        _show_scale(out, scale)
+    for model, replicas in groupby(sorted(cluster["replicas"], key=_model_of), key=_model_of):
+        out.print(f"\n[bold]Replicas[/] of {escape(model)}", highlight=False)
+        out.print(_replica_table(list(replicas)))
+
+
+def _show_scale(out: Console, scale: dict[str, Any]) -> None:
+    now = scale["now"]
+    kept = "" if scale["kept"] is None else f", Serve keeps {scale['kept']}"
+    out.print(
+        f"\n[bold]Scale[/] of {escape(scale['model'])}: {counted(now['wanted'], 'replica')} wanted{kept}; {now['why']}",
+        highlight=False,
+    )
+    out.print(f"  {_figures(now['numbers'])}", highlight=False)
+    if scale["trouble"]:
+        out.print(f"  [yellow]Serve did not answer:[/] {escape(scale['trouble'])}", highlight=False)
+    for change in scale["changes"][:_CHANGES_SHOWN]:
+        at = datetime.fromtimestamp(change["at_unix_s"]).strftime("%H:%M:%S")
+        out.print(f"  {at} {change['was']} → {change['wanted']}: {change['why']}", highlight=False)
+
+
+def _figures(numbers: dict[str, float]) -> str:
+    """Those that a reader looks for, in words; what is not measured is left out."""
+    told = [(name, words) for name, words in _SCALE_WORDS.items() if name in numbers]
+    return ", ".join(words.format(numbers[name]) for name, words in told)
+
+
+def _model_of(replica: dict[str, Any]) -> str:
+    return str(replica["entry"]["model"])
 
 
 def _ready(part: dict[str, Any]) -> str:
@@ -204,42 +250,31 @@ def _ready(part: dict[str, Any]) -> str:
 
 
 def _replica_table(replicas: list[dict[str, Any]]) -> Table:
-    table = Table(
-        "model",
-        "replica",
-        "pid",
-        "state",
-        "running",
-        "waiting",
-        "KV used",
-        "KV cached",
-        "steps",
-        "preempted",
-        "report",
-        box=None,
-        pad_edge=False,
-    )
-    for column in table.columns[4:]:
-        column.justify = "right"
+    """No wider than a terminal of 80 columns, for most hosts; what names a replica is folded rather than cut."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("replica", "host", "pid"):
+        table.add_column(name, overflow="fold")
+    table.add_column("state")
+    for name in ("running", "waiting", "KV", "cached", "preempted"):
+        table.add_column(name, justify="right", no_wrap=True)
     for replica in replicas:
         report = replica["report"]
         entry = replica["entry"]
-        cells = (Text(entry["model"]), entry["replica_id"], str(replica["pid"]))
+        cells = (Text(entry["replica_id"]), Text(entry["host"]), str(replica["pid"]))
         if report is None:
-            table.add_row(*cells, "[yellow]no report yet[/]")
+            table.add_row(*cells, "[yellow]no report[/]")
             continue
         load = report["load"]
         used = 1 - load["blocks_free"] / load["blocks_total"]
         count = Counter({part: sum(p["requests"] for p in load[part]) for part in ("running", "waiting")})
+        age_s = replica["report_age_s"]
         table.add_row(
             *cells,
-            report["state"],
+            report["state"] if age_s < _OLD_REPORT_S else f"[yellow]silent {age_s:.0f} s[/]",
             f"{count['running']}/{load['slots_total']}",
             str(count["waiting"]),
             f"{used:.0%}",
             f"{load['blocks_cached'] / load['blocks_total']:.0%}",
-            str(load["steps_total"]),
             str(load["preemptions_total"]),
-            f"{replica['report_age_s'] * 1000:.0f} ms ago",
         )
     return table

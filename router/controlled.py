@@ -7,20 +7,14 @@ is made of and the messages; no socket. Single writer, driven by `core`. Invaria
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
-from collections.abc import Mapping
 
-from cluster.config import RouterConfig
 from cluster.messages import Propose, Unplaced
 from cluster.types import Generation, RequestId
-from router.dispatch import Dispatcher
-from router.endings import Endings
-from router.fleet import Fleet
 from router.live import Live
 from router.losses import Losses
-from router.metrics_sink import RouterMetrics
 from router.mover import Mover
+from router.parts import Parts
 from router.proposals import Demand, Found, Verdict, judge
 from router.relocate import place_to_go
 from router.routing import Placement
@@ -28,28 +22,12 @@ from router.view import Replica
 
 
 class Controlled:
-    def __init__(
-        self,
-        config: RouterConfig,
-        rng: random.Random,
-        metrics: RouterMetrics,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        endings: Endings,
-        losses: Losses,
-        mover: Mover,
-        lives: Mapping[RequestId, Live],
-    ) -> None:
-        """`lives` are the core's, to be read."""
-        self._config = config
-        self._rng = rng
-        self._metrics = metrics
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._moves, self._ended = endings.moves, endings.ended
+    def __init__(self, parts: Parts, losses: Losses, mover: Mover) -> None:
+        self._config, self._rng, self._metrics = parts.config, parts.rng, parts.metrics
+        self._fleet, self._dispatcher, self._lives = parts.fleet, parts.dispatcher, parts.lives
+        self._moves, self._ended = parts.endings.moves, parts.endings.ended
         self._losses = losses
         self._mover = mover
-        self._lives = lives
         self._newest: Generation | None = None
         self._left_s: OrderedDict[RequestId, float] = OrderedDict()
         """When a proposal made each leave, the longest ago first."""
@@ -85,7 +63,7 @@ class Controlled:
         live = self._lives.get(propose.request_id)
         demand, urgency = self._demand(propose.for_request_id, now_s)
         found, placement = Found(self._newest, demand), None
-        if live is not None and _is_open(live, source, propose.attempt):
+        if live is not None and live.is_open(source.replica_id, propose.attempt):
             placement = self._place(propose, live, source, now_s)
             found = Found(
                 newest=self._newest,
@@ -133,7 +111,8 @@ class Controlled:
         return Demand.WAITS, gate.priority
 
     def _place(self, propose: Propose, live: Live, source: Replica, now_s: float) -> Placement | None:
-        """Where it goes that nobody is to give way for."""
+        """Where it goes: where it moves, nobody is to give way for it; where it is called back and waits, who is less
+        urgent may, as for any that is next."""
         need = live.need(self._config.expected_output_tokens)
         if propose.target is None:
             head = self._dispatcher.queue.peek()
@@ -142,7 +121,7 @@ class Controlled:
             if not self._dispatcher.gates.lets_out(need.priority, now_s):
                 return None
             placement = self._fleet.place(need, now_s, self._rng)
-            elsewhere = placement is not None and placement.free and placement.replica_id != source.replica_id
+            elsewhere = placement is not None and placement.replica_id != source.replica_id
             return placement if elsewhere else None
         assert propose.target_generation is not None
         target = self._fleet.current(propose.target, propose.target_generation)
@@ -157,7 +136,3 @@ class Controlled:
             if now_s - left_s < self._config.request_rest_s:
                 break
             del self._left_s[request_id]
-
-
-def _is_open(live: Live, source: Replica, attempt: int) -> bool:
-    return live.replica_id == source.replica_id and live.journal.attempt == attempt

@@ -17,7 +17,7 @@ from typing import assert_never
 import msgspec
 
 from cluster.config import RouterConfig
-from cluster.messages import BandStatus, Gates, Propose, RouterDemand, StepFrame, Unplaced, Unroutable
+from cluster.messages import BandStatus, Gates, Propose, RouterDemand, ScaleStatus, StepFrame, Unplaced, Unroutable
 from cluster.ports import Clock, ReplicaPort
 from cluster.types import (
     FinishReason,
@@ -44,6 +44,7 @@ from router.losses import Losses
 from router.metrics_sink import RouterMetrics
 from router.mover import Mover
 from router.outliers import Fault
+from router.parts import Parts
 from router.status import band_statuses, show_classes, unroutable
 from router.stream import Pushed, Stream
 from router.terms import NO_TERMS, Terms
@@ -73,11 +74,13 @@ class RouterCore:
         self._finalize = self._endings.finalize
         self._deadlines, self._gaps = self._endings.deadlines, self._endings.gaps
         self._trials = self._endings.trials
-        parts = self._fleet, self._dispatcher, self._endings
-        self._losses = Losses(config, rng, metrics, *parts, self._live)
-        self._moves, self._mover = self._endings.moves, Mover(config, rng, metrics, *parts, self._losses, self._live)
-        self._controlled = Controlled(config, rng, metrics, *parts, self._losses, self._mover, self._live)
+        parts = Parts(config, rng, metrics, self._fleet, self._dispatcher, self._endings, self._live)
+        self._losses = Losses(parts)
+        self._moves, self._mover = self._endings.moves, Mover(parts, self._losses)
+        self._controlled = Controlled(parts, self._losses, self._mover)
         self._retiring = self._refusing = False
+        self._of_one_per_s: float | None = None
+        """What one replica does at its full batch, as a controller has measured it."""
         self._steady: dict[Account, int] = {}
         """Tokens that have come, and are not counted yet."""
 
@@ -168,7 +171,9 @@ class RouterCore:
         now_s = self._begin()
         self._pump(now_s)  # a gate may have expired
         demand = self._dispatcher.demand(model, now_s)
-        return None if demand is None else msgspec.structs.replace(demand, observed_unix_s=self.clock.unix())
+        if demand is None:
+            return None
+        return msgspec.structs.replace(demand, observed_unix_s=self.clock.unix(), of_one_per_s=self._of_one_per_s)
 
     def told(self, demand: RouterDemand) -> None:
         self._dispatcher.gates.told(demand)
@@ -194,6 +199,11 @@ class RouterCore:
         self._controlled.heard(propose, source, now_s)
         self._pump(now_s)
         return True
+
+    def scaled(self, status: ScaleStatus) -> None:
+        """How many replicas there are to be, for the metrics; and what one does, for the next controller."""
+        self._metrics.scaled(status)
+        self._of_one_per_s = status.now.numbers.get("of_one_per_s", self._of_one_per_s)
 
     # --- the replicas' side ---
 
@@ -408,7 +418,7 @@ class RouterCore:
 
     def _preempted(self, replica: Replica, preempted: Preempted, now_s: float) -> None:
         live = self._live.get(preempted.request_id)
-        if live is None or live.replica_id != replica.replica_id or live.journal.attempt != preempted.attempt:
+        if live is None or not live.is_open(replica.replica_id, preempted.attempt):
             return
         self._dispatcher.preempted(live, replica, preempted, now_s)
         if live.suspicion is not None:  # paused it would hold up the trials of all others
@@ -416,7 +426,7 @@ class RouterCore:
 
     def _refused(self, replica: Replica, refusal: Refusal, now_s: float) -> None:
         live = self._live.get(refusal.request_id)
-        if live is None or live.replica_id != replica.replica_id or live.journal.attempt != refusal.attempt:
+        if live is None or not live.is_open(replica.replica_id, refusal.attempt):
             return
         self._metrics.refused(refusal.reason)
         if refusal.reason in (RefusalReason.FULL, RefusalReason.DRAINING):

@@ -9,17 +9,11 @@ engines, so that nothing goes round for ever.
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Mapping
 
-from cluster.config import RouterConfig
-from cluster.types import FinishReason, Outcome, ReplicaState, RequestId
-from router.dispatch import Dispatcher
-from router.endings import Endings
-from router.fleet import Fleet
+from cluster.types import FinishReason, Outcome, ReplicaState
 from router.live import Live
-from router.metrics_sink import RouterMetrics
 from router.outliers import Fault, Mark, after_fault, after_success
+from router.parts import Parts
 from router.routing import Placement
 from router.suspects import Trial
 from router.view import Replica
@@ -28,25 +22,10 @@ _log = logging.getLogger("forebay.router")
 
 
 class Losses:
-    def __init__(
-        self,
-        config: RouterConfig,
-        rng: random.Random,
-        metrics: RouterMetrics,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        endings: Endings,
-        lives: Mapping[RequestId, Live],
-    ) -> None:
-        """`lives` are the core's, to be read."""
-        self._config = config
-        self._rng = rng
-        self._metrics = metrics
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._endings = endings
-        self._trials = endings.trials
-        self._lives = lives
+    def __init__(self, parts: Parts) -> None:
+        self._config, self._rng, self._metrics = parts.config, parts.rng, parts.metrics
+        self._fleet, self._dispatcher, self._lives = parts.fleet, parts.dispatcher, parts.lives
+        self._endings, self._trials = parts.endings, parts.endings.trials
 
     def enqueue(self, live: Live, now_s: float) -> None:
         """It begins to wait, or waits again."""

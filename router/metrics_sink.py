@@ -12,6 +12,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster import metrics as names
+from cluster.messages import ScaleStatus
 from cluster.metrics import LATENCY_BUCKETS_SECONDS, PREEMPTION_BUCKETS, RATIO_BUCKETS, Metric
 from cluster.types import EngineLoad, Outcome, PreemptionMeans, RefusalReason, ReplicaId
 from router.errors import ApiError
@@ -49,6 +50,28 @@ class DoorMetrics:
         self._turned_away(str(error.status), error.body.code or error.body.type).inc()
 
 
+class ControllerMetrics:
+    """Of the controllers as a router process sees them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        leads, standbys, generation, refused = (
+            names.CONTROLLER_LEADS, names.CONTROLLER_STANDBYS, names.CONTROLLER_GENERATION, names.CONTROLLER_REFUSED
+        )  # fmt: skip
+        self._leads, self._standbys, self._generation = (
+            Gauge(metric.name, metric.help, registry=registry) for metric in (leads, standbys, generation)
+        )
+        self._refused = Counter(refused.name, refused.help, registry=registry)
+        self._refused_told = 0
+
+    def show(self, generation: int, standbys: int, refused: int, *, led: bool) -> None:
+        """`refused`: in all."""
+        self._leads.set(led)
+        self._standbys.set(standbys)
+        self._generation.set(generation)
+        self._refused.inc(refused - self._refused_told)
+        self._refused_told = refused
+
+
 class RouterMetrics:
     """One set per core."""
 
@@ -77,7 +100,7 @@ class RouterMetrics:
         self._served_others = self._served.labels(names.OTHER_TENANTS)
         self._served_to: dict[str, Counter] = {}
         self._preemptions, self._continued = counter(names.PREEMPTIONS), counter(names.CONTINUED)
-        self._proposals = counter(names.PROPOSALS)
+        self._proposals, self._scale = counter(names.PROPOSALS), gauge(names.SCALE)
         self._moves, self._move_pause = counter(names.MOVES), histogram(names.MOVE_PAUSE)
         self._over_stated = histogram(names.OUTPUT_OVER_STATED, RATIO_BUCKETS)
         self._engine_deaths, self._suspects = counter(names.ENGINE_DEATHS), gauge(names.SUSPECTS)
@@ -136,6 +159,14 @@ class RouterMetrics:
     def proposed(self, verdict: Verdict) -> None:
         """What became of a proposal."""
         self._proposals.labels(verdict.value).inc()
+
+    def scaled(self, status: ScaleStatus) -> None:
+        """How many replicas there are to be, and by which figures."""
+        self._scale.clear()
+        self._scale.labels("wanted").set(status.now.wanted)
+        for figure in names.SCALE_FIGURES:
+            if figure in status.now.numbers:
+                self._scale.labels(figure).set(status.now.numbers[figure])
 
     def engine_died(self) -> None:
         self._engine_deaths.inc()

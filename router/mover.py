@@ -8,21 +8,16 @@ aside, at every stage; every stage but the last ends by itself.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from typing import assert_never
 
-from cluster.config import RouterConfig
 from cluster.messages import MoveNotice
 from cluster.types import RequestId
-from router.dispatch import Dispatcher
-from router.endings import Endings
-from router.fleet import Fleet
 from router.live import Live
 from router.losses import Losses
-from router.metrics_sink import RouterMetrics
 from router.moves import NO_FIGURES, Move
 from router.moving import MoveOutcome, Stage, Standing, Then, judge
+from router.parts import Parts
 from router.relocate import Resident, place_to_go, who_leaves
 from router.suspects import Trial
 from router.view import Condition, Replica, Reservation
@@ -34,27 +29,11 @@ _NOT_SENT = 2**63
 
 
 class Mover:
-    def __init__(
-        self,
-        config: RouterConfig,
-        rng: random.Random,
-        metrics: RouterMetrics,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        endings: Endings,
-        losses: Losses,
-        lives: Mapping[RequestId, Live],
-    ) -> None:
-        """`lives` are the core's, to be read."""
-        self._config = config
-        self._rng = rng
-        self._metrics = metrics
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._gaps = endings.gaps
+    def __init__(self, parts: Parts, losses: Losses) -> None:
+        self._config, self._rng, self._metrics = parts.config, parts.rng, parts.metrics
+        self._fleet, self._dispatcher, self._lives = parts.fleet, parts.dispatcher, parts.lives
+        self._gaps, self._book = parts.endings.gaps, parts.endings.moves
         self._losses = losses
-        self._lives = lives
-        self._book = endings.moves
 
     # --- who moves ---
 
@@ -138,9 +117,7 @@ class Mover:
         found = Standing(
             stage=None if move is None else move.stage,
             from_target=move is not None and replica is move.target,
-            is_open=live is not None
-            and live.replica_id == replica.replica_id
-            and live.journal.attempt == notice.attempt,
+            is_open=live is not None and live.is_open(replica.replica_id, notice.attempt),
             tokens=0 if live is None else live.journal.next_index,
             whole=live is not None and self.is_whole(live),
             target_takes=move is not None and self._takes(move.target, now_s),

@@ -68,7 +68,7 @@ def judge(propose: Propose, found: Found) -> Verdict:
     """What becomes of it."""
     newest, generation = found.newest, propose.generation
     verdict = Verdict.CALLED_BACK if propose.target is None else Verdict.MOVES
-    if newest is not None and generation != newest and generation.number <= newest.number:
+    if newest is not None and generation < newest:
         verdict = Verdict.STALE
     elif not found.is_open:
         verdict = Verdict.GONE

@@ -1,8 +1,8 @@
 """How much is asked of one model, and how much one of its replicas does: measured from what routers and replicas tell.
 
 Owns: the rates, and what a decision about the number of replicas looks at (`ModelLoad`). Imports the messages; no clock.
-Single writer. Invariants: nothing here is needed by a successor, which measures anew and until then knows less, never
-something else; what is missing is None; memory is bounded by the replicas and routers that are connected.
+Single writer. Invariants: nothing here is needed by a successor, which is told or measures anew and until then knows less,
+never something else; what is missing is None; memory is bounded by the replicas and routers that are connected.
 
 All is in service, as tenants are charged it (router/fairness.py): so much for a prompt token that is computed, so much for
 one of output. What replicas do is counted in real tokens. What arrives is counted by its routers as they expect it, which
@@ -10,8 +10,9 @@ may be wrong for all requests alike (a client that states no length): it is mult
 out lately has really taken. So the demand is known before its tokens are made, and without a bias.
 
 What one replica can do is its rate while it is full: next to no slot or block free, something waiting in it, or in the
-routers although it has been there for a while. It is remembered. Before any was full there is only how much of their
-slots is in use to go by.
+routers although it has been there for a while. It is remembered, by the routers too, which are told of it and tell a
+successor until that has seen a full replica itself. Before any was full there is only how much of their slots is in use to
+go by.
 """
 
 from __future__ import annotations
@@ -156,6 +157,8 @@ class Meter:
         self._arriving, self._doing = _Rate(average_s), _Rate(average_s)
         self._sent_lately, self._done_lately = _Rate(SLOW_S), _Rate(SLOW_S)
         self._full = _Rate(FULL_S)
+        self._full_before: float | None = None
+        """As a controller before this one had measured it, if a router says so."""
         self._occupied = _Rate(average_s)
         self._average_s = average_s
         self._in_time: dict[str, _Share] = {}
@@ -194,6 +197,8 @@ class Meter:
         """What a router that is here tells."""
         known, new = self._routers.get(router_id), _Router(demand, now_s)
         self._routers[router_id] = new
+        if demand.of_one_per_s is not None:
+            self._full_before = demand.of_one_per_s
         if demand.queued:
             self._busy_s = now_s
         if known is not None:  # what it had before it was first heard has not come just now
@@ -217,7 +222,7 @@ class Meter:
             replicas=tuple(sorted(replicas, key=lambda r: r.replica_id)),
             routers=len(self._routers),
             demand_per_s=self._demand_per_s(),
-            full_per_s=self._full.per_s,
+            full_per_s=self._full_before if self._full.per_s is None else self._full.per_s,
             occupied=self._occupied.per_s,
             queued=self._queued(now_s),
             queued_service=sum(r.queued_service for r in self._telling(now_s)) * self._really,

@@ -11,6 +11,7 @@ what may be proposed within the longest time that is looked back.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 
 from cluster.config import ControlConfig
@@ -22,6 +23,10 @@ from cluster.types import Generation, ReplicaId, ReplicaReport, RequestId, Route
 
 GONE_AFTER_S = 3 * DEMAND_PERIOD_S
 """A demand is gone once two tellings of it in a row have not come; the third period is for a late one."""
+WEIGH_EVERY_S = 1.0
+"""So often replicas are told that something fits nowhere."""
+WEIGH_FOR_S = 2.5
+"""So long that is heeded: one telling may be lost."""
 
 
 class Control:
@@ -51,8 +56,8 @@ class Control:
         model = self._models.get(entry.model)
         if model is None:
             model = self._models[entry.model] = _Model(self._config)
-        self._model_of[replica_id] = entry.model
         model.put(replica_id, observe(known, entry, report, held, now_s))
+        self._model_of[replica_id] = entry.model
 
     def replica_gone(self, replica_id: ReplicaId, generation: Generation) -> None:
         """Its link has ended."""
@@ -81,6 +86,10 @@ class Control:
             proposals += self._models[name].tick(now_s)
         return tuple(proposals)
 
+    def to_weigh(self, now_s: float) -> tuple[str, ...]:
+        """Models of which something fits nowhere and whose replicas are to say for WEIGH_FOR_S what they hold, now."""
+        return tuple(name for name in sorted(self._models) if self._models[name].is_to_be_weighed(now_s))
+
     def _known(self, replica_id: ReplicaId) -> Replica | None:
         name = self._model_of.get(replica_id)
         return None if name is None else self._models[name].replicas[replica_id]
@@ -103,6 +112,14 @@ class _Model:
         self._rest_s = max(config.proposal_expiry_s, config.request_rest_s)
         self._parked: deque[tuple[float, RequestId]] = deque()
         self._parks: Counter[RequestId] = Counter()
+        self._weighed_s = -math.inf
+        """When its replicas were last told to say what they hold."""
+
+    def is_to_be_weighed(self, now_s: float) -> bool:
+        if not self.demands or now_s - self._weighed_s < WEIGH_EVERY_S:
+            return False
+        self._weighed_s = now_s
+        return True
 
     def put(self, replica_id: ReplicaId, replica: Replica) -> None:
         if replica_id not in self.replicas:

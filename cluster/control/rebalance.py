@@ -5,8 +5,9 @@ Invariants: nothing is proposed to where it has no room; a replica is the source
 request is proposed twice within its rest; a tick proposes no more than `moves_per_tick`.
 
 First what waits, the most urgent first, and of equals what has kept its blocks: such a one moves with them, and one that
-holds none goes back to its router's queue, to its old place, where a replica has room for it now. What has no place at all
-goes before: while a demand lasts, nothing takes room that is less urgent, nor what has not begun and is only as urgent.
+holds none goes back to its router's queue, to its old place, where a replica has room for it now, or, where none has, where
+less urgent work that runs would make room for it. What has no place at all goes before: while a demand lasts, nothing takes
+room that is less urgent, nor what has not begun and is only as urgent.
 
 Then what runs, in pairs of the fullest and the emptiest, as Llumnix pairs instances (Sun et al., OSDI 24: migration from
 the least free to the freest, one request of a pair at a time). Which request, and whether any, is weighed in seconds that
@@ -27,11 +28,14 @@ from cluster.control.view import ClusterView, Proposal, Replica, Stalled, Underw
 from cluster.messages import HeldRequest, Standing
 from cluster.types import ReplicaId, RequestId
 
+LOOKS_MAX = 4
+"""In a tick so many of those that wait are looked after where others would give way."""
+
 
 def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Underway, ...]:
     """What is to leave where it is for its own good or its neighbours'."""
     room = Room(view, config, now_s)
-    return _Tick(view, config, now_s, room).decide() if room.targets else ()
+    return _Tick(view, config, now_s, room).decide()
 
 
 class _Tick:
@@ -43,6 +47,7 @@ class _Tick:
         self._paired: set[ReplicaId] = set()
         self._taken: set[RequestId] = set()
         """One that has just moved may be told of by both sides."""
+        self._looks_left = LOOKS_MAX
         self._proposed: list[Underway] = []
 
     def decide(self) -> tuple[Underway, ...]:
@@ -60,7 +65,7 @@ class _Tick:
             _, number, at, source = lines[0]
             stalled, done = source.stalled[at], False
             if self._may_go(stalled, source):
-                blocks = _wants(stalled.held, source)
+                blocks = takes(stalled.held, source.load)
                 # Who comes later is no more urgent: where there was no room for as little, there is none.
                 if too_much is None or blocks < too_much:
                     done = self._place(stalled.held, source, blocks)
@@ -85,22 +90,34 @@ class _Tick:
 
     def _place(self, held: HeldRequest, source: Replica, blocks: int) -> bool:
         target = self._room.best(source, held.priority, blocks, self._is_single)
-        if target is None:
-            return False
         moves = held.standing is Standing.PAUSED
-        why = (
-            f"it waits on {source.replica_id}, and {target.replica_id} has room for it"
-            if moves
-            else f"it waits on {source.replica_id} while another replica has room"
-        )
+        if target is not None and moves:
+            why = f"it waits on {source.replica_id}, and {target.replica_id} has room for it"
+        elif target is not None:
+            why = f"it waits on {source.replica_id} while another replica has room"
+        else:
+            target = None if moves else self._instead(held, source, blocks)
+            if target is None:
+                return False
+            why = f"it waits on {source.replica_id} while less urgent work runs on another replica"
         numbers = {"blocks": float(blocks), "free_slots": float(self._room.left(target)[0])}
         self._propose(held, source, target, moves, blocks, why, numbers)
         return True
+
+    def _instead(self, held: HeldRequest, source: Replica, blocks: int) -> Replica | None:
+        """Where it would run in the place of less urgent work. Its engine would have let it in at once on such work where it
+        is: what is left there has been recomputed too often to give way again, or is as urgent."""
+        if self._looks_left == 0:
+            return None
+        self._looks_left -= 1
+        return self._room.gives_way(source, held.priority, blocks, self._is_single)
 
     # --- what runs ---
 
     def _what_runs(self) -> None:
         room, config = self._room, self._config
+        if not room.targets:
+            return
         sources = [r for r in room.live if self._could_gain(r)]
         sources.sort(key=room.full_at_least, reverse=True)  # equals stay in the order of their ids
         for source in sources:
@@ -224,17 +241,3 @@ class _Tick:
         self._paired |= {source.replica_id, target.replica_id}
         self._taken.add(held.request_id)
         self._proposed.append(Underway(self._now_s, proposal, held.standing, held.blocks, target.replica_id, blocks))
-
-
-def _wants(held: HeldRequest, source: Replica) -> int:
-    """Blocks for what waits. One that holds none does not say how long its prompt is: it is taken to be as large as what
-    runs there is in the mean, and larger than what is free where, with a slot free, only blocks can be what it waits for.
-    (Its router knows.)
-    """
-    load, wants = source.load, takes(held, source.load)
-    if held.standing is Standing.PAUSED:
-        return wants
-    if source.running < load.slots_total:
-        wants = max(wants, load.blocks_free + 1)
-    used = sum(level.blocks for level in load.running)
-    return max(wants, -(-used // max(1, source.running)))

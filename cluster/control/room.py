@@ -2,7 +2,7 @@
 
 Owns: that account, as a tick begins. Pure: made from a view. Imports the view. Invariants: no room is given again while an
 earlier proposal for it is on its way; none is given where as urgent work waits, nor where room is being made for a demand,
-nor on a replica that drains, is silent or stands still.
+nor on a replica that drains, is silent or stands still; nobody is to give way but where that is asked for.
 
 What is on its way counts on both sides until it expires, also where a report counts it already: so a target is never
 taken for emptier than it is, nor a source for fuller.
@@ -42,6 +42,8 @@ class Room:
         for underway in view.lately:
             self._count(underway)
         self._work: dict[int, tuple[Counter[str], Counter[str]]] = {}
+        self._least_urgent: int | None = None
+        """That runs anywhere; None: not looked for yet."""
         stale_s = config.stale_after_s
         self.live = [
             r for r in view.replicas if r.ready and now_s - r.observed_at_s <= stale_s and r.step_age_s <= stale_s
@@ -105,6 +107,35 @@ class Room:
             return hosts[there.host] - (there.host == here.host), zones[there.zone] - (there.zone == here.zone)
 
         return min(near, key=failing_together)  # they are in order, and the first of equals is taken
+
+    def gives_way(self, source: Replica, priority: int, blocks: int, allowed: Allowed) -> Replica | None:
+        """Where a request of `source` would run in the place of what is less urgent and runs there, the one with most left
+        besides. As much as it takes is free or would be, and nothing as urgent waits."""
+        if self._least_urgent is None:
+            running = (level.priority for replica in self.live for level in replica.load.running)
+            self._least_urgent = min(running, default=priority)
+        if priority <= self._least_urgent:
+            return None
+        most, found = -math.inf, None
+        for replica in self.live:  # few calls: this runs for every replica
+            above = replica.waits_above
+            if replica is source or (above is not None and above >= priority):
+                continue
+            slots, left = self.left(replica)
+            lower = 0
+            for level in replica.load.running:
+                if level.priority < priority:
+                    lower += level.blocks
+                    slots += level.requests
+            if (
+                lower
+                and slots > 0
+                and most < left + lower >= blocks
+                and replica.replica_id not in self._made_free
+                and allowed(replica)
+            ):
+                most, found = left + lower, replica
+        return found
 
     # --- who is to be left alone ---
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cluster.config import ScaleConfig
 from cluster.control.demand import ModelLoad, ReplicaLoad
@@ -50,16 +50,16 @@ class ScaleState:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     state: ScaleState
-    why: str = ""
-    """Empty where nothing changes."""
-    numbers: dict[str, float] = field(default_factory=dict)
+    why: str
+    """It changes, or nothing does."""
+    numbers: dict[str, float]
 
 
 def decide(load: ModelLoad, config: ScaleConfig, now_s: float, state: ScaleState) -> Verdict:
     """How many replicas are to take work: `Verdict.state.wanted`."""
     have = state.wanted
     if not load.routers:
-        return Verdict(state)
+        return _stays(state, "no router is connected, so that nobody knows what waits", load)
     if (bounded := min(max(have, config.min), config.max)) != have:
         return _changed(state, bounded, now_s, "the bounds of the profile", load)
     state = replace(state, peaks=_peaks(state.peaks, load, now_s, config.down_after_s))
@@ -68,24 +68,36 @@ def decide(load: ModelLoad, config: ScaleConfig, now_s: float, state: ScaleState
         state = replace(state, fewer_s=now_s)
     if not have:
         wake = min(max(needed, 1), config.max)
-        return _changed(state, wake, now_s, "a request waits", load) if load.queued else Verdict(state)
+        return (
+            _changed(state, wake, now_s, "a request waits", load)
+            if load.queued
+            else _stays(state, "nothing waits", load)
+        )
     if needed <= have:
         state = replace(state, short_since_s=None)
     elif have < config.max:
         short_since_s = now_s if state.short_since_s is None else state.short_since_s
         if now_s - short_since_s < config.up_after_s:
-            return Verdict(replace(state, short_since_s=short_since_s))
+            why = "demand is above what they do, but has not been for long"
+            return _stays(replace(state, short_since_s=short_since_s), why, load, needed=needed)
         return _changed(state, min(needed, config.max), now_s, "demand is above what they do", load)
+    else:
+        return _stays(state, "demand is above what they do, and there may be no more", load, needed=needed)
 
     if config.min == 0 and load.idle_s >= config.idle_after_s and now_s - state.fewer_s >= config.idle_after_s:
         return _changed(state, 0, now_s, "there is no work", load)
-    if have > max(config.min, 1) and now_s - state.since_s >= config.down_after_s and load.demand_per_s is not None:
-        peak_per_s = max(demand for _, demand, _ in state.peaks)
-        enough = max(_enough(load, config, state, peak_per_s), needed, config.min, 1)
-        if enough < have:
-            why = "fewer do all that was asked lately"
-            return _changed(state, enough, now_s, why, load, peak_per_s=peak_per_s)
-    return Verdict(state)
+    if have <= max(config.min, 1):
+        return _stays(state, "there are as few as there may be", load)
+    if load.demand_per_s is None:
+        return _stays(state, "demand is not measured yet", load)
+    if now_s - state.since_s < config.down_after_s:
+        return _stays(state, "none goes so soon after one was added, or after this controller began", load)
+    peak_per_s = max(demand for _, demand, _ in state.peaks)
+    enough = max(_enough(load, config, state, peak_per_s), needed, config.min, 1)
+    if enough < have:
+        why = "fewer do all that was asked lately"
+        return _changed(state, enough, now_s, why, load, peak_per_s=peak_per_s)
+    return _stays(state, "as many are needed for what was asked lately", load, peak_per_s=peak_per_s)
 
 
 def _needed(load: ModelLoad, config: ScaleConfig, have: int) -> int:
@@ -139,23 +151,26 @@ def _peaks(
 
 def _changed(state: ScaleState, wanted: int, now_s: float, why: str, load: ModelLoad, **more: float) -> Verdict:
     since_s = now_s if wanted > state.wanted or load.full_per_s is None else state.since_s
-    numbers = {
-        "from": state.wanted,
-        "to": wanted,
-        "demand_per_s": load.demand_per_s or 0.0,
-        "of_one_per_s": load.full_per_s or 0.0,
-        "occupied": load.occupied or 0.0,
+    after = replace(state, wanted=wanted, since_s=since_s, short_since_s=None)
+    return Verdict(after, why, _numbers(load, **{"from": state.wanted}, to=wanted, **more))
+
+
+def _stays(state: ScaleState, why: str, load: ModelLoad, **more: float) -> Verdict:
+    return Verdict(state, why, _numbers(load, **more))
+
+
+def _numbers(load: ModelLoad, **more: float) -> dict[str, float]:
+    """By which it is decided; what is not measured is not among them."""
+    measured = {
+        "demand_per_s": load.demand_per_s,
+        "of_one_per_s": load.full_per_s,
+        "occupied": load.occupied,
         "queued": load.queued,
         "queued_service": load.queued_service,
-        "attained": 1.0 if load.attained is None else load.attained,
+        "attained": load.attained,
         "idle_s": load.idle_s,
-        **more,
     }
-    return Verdict(
-        replace(state, wanted=wanted, since_s=since_s, short_since_s=None),
-        why,
-        {k: round(v, 2) for k, v in numbers.items()},
-    )
+    return {name: round(value, 2) for name, value in (more | measured).items() if value is not None}
 
 
 # --- the next step ---

@@ -155,8 +155,8 @@ def blocks_of(tokens: int, load: EngineLoad) -> int:
 
 
 def takes(held: HeldRequest, load: EngineLoad) -> int:
-    """Blocks for a request that comes with its keys and values: theirs, and those of what it is still to say."""
-    return blocks_of(held.tokens + held.remaining_tokens, load)
+    """Blocks for a request: of what it has said and was told, and of what it is still to say."""
+    return blocks_of(held.tokens + held.to_compute_tokens + held.remaining_tokens, load)
 
 
 def frees(held: HeldRequest, load: EngineLoad) -> int:

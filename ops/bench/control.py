@@ -160,6 +160,7 @@ class Bench:
             blocks=blocks,
             tokens=blocks * BLOCK_SIZE_TOKENS,
             remaining_tokens=self._rng.randint(1, 400),
+            to_compute_tokens=load.blocks * BLOCK_SIZE_TOKENS if standing is Standing.WAITS else 1,
         )
 
     def _report(self, number: int) -> ReplicaReport:

@@ -29,9 +29,9 @@ def find_at(controller_port: int) -> Find:
     return find
 
 
-async def started(instance: Instance, controller_port: int) -> RouterProcess:
+async def started(instance: Instance, *controller_ports: int) -> RouterProcess:
     configure_logging(instance)
-    router = RouterProcess(instance, find_at(controller_port))
+    router = RouterProcess(instance, *map(find_at, controller_ports))
     await router.start()
     settle()
     return router

@@ -22,7 +22,7 @@ def main(folder: Path, address: str, verb: str, *words: str) -> None:
     import ray
     from ray import serve
 
-    from deployments.app import APPLICATION, build
+    from deployments.app import APPLICATION, build, kept_by_serve
 
     ray.init(address=address, namespace="forebay", log_to_driver=False, logging_level=logging.ERROR)
     if verb == "run":
@@ -30,7 +30,14 @@ def main(folder: Path, address: str, verb: str, *words: str) -> None:
         instance = Instance.model_validate_json(Path(instance_file).read_bytes())
         serve.start(proxy_location="Disabled")
         serve.run_many(
-            [serve.RunTarget(target=build(instance), name=APPLICATION, route_prefix=None, external_scaler_enabled=True)]
+            [
+                serve.RunTarget(
+                    target=build(instance, kept_by_serve()),
+                    name=APPLICATION,
+                    route_prefix=None,
+                    external_scaler_enabled=True,
+                )
+            ]
         )
     else:
         from ray.serve._private.common import DeploymentID

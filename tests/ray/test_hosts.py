@@ -23,7 +23,7 @@ import pytest
 from cluster.metrics import CONTINUED, ENGINE_DEATHS, FENCED, MOVES, REPLICAS_READY
 from cluster.model import ModelFolder
 from tests.closed_loop import Load, running_load
-from tests.e2e.test_faults import KINDS, Heard
+from tests.e2e.test_faults import KINDS, PROMPT, Heard, across
 from tests.line import read_metric, until
 from tests.ray.hosts import REDIS, Host, Hosts, hosts
 from tests.ray.streams import body, client_of
@@ -31,8 +31,9 @@ from tests.ray.streams import body, client_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 HAND_BACK_AFTER_S = 120.0
+BLOCKS, BLOCK_TOKENS = 2048, 16
 PROFILE = {
-    "engine": {"blocks": 2048, "max_model_len": 1024, "slots": 32, "step_token_budget": 256},
+    "engine": {"blocks": BLOCKS, "max_model_len": 4096, "slots": 32, "step_token_budget": 256},
     "health": {"hand_back_after_s": HAND_BACK_AFTER_S},
     # The controller evens out nothing by itself: what moves here, the tests have moved.
     "control": {"move_value_s": 3600.0},
@@ -215,6 +216,74 @@ async def test_100_moves_between_hosts_under_load_each_with_50_tokens_before_and
             )
         assert len(counting) >= MOVES_WANTED
         assert [await read_metric(client, metric) for metric in (CONTINUED, ENGINE_DEATHS)] == before, "none begun anew"
+
+
+async def test_an_urgent_request_that_fits_nowhere_is_let_in_by_moving_one_and_parking_one_of_27_on_three_full_replicas(
+    cluster: Hosts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what each replica can hold, requests as urgent as it (seven large ones and one of 100 blocks) and lesser ones
+    leave 110 blocks on two and 5 on one, and it takes 250. Without its 60 blocks of lesser work one still has too few: one
+    as urgent must move as well, which there is room for on the other, and then none for the lesser one."""
+    large, small, lesser, demand = 254, 100, (165, 60, 60), 250
+    left = BLOCKS - 7 * large - small
+    assert all(room < demand for room in (left, left - 60 + small))
+    assert left - 60 >= small
+    async with client_of(cluster.url) as client:
+        await whole(cluster, client)
+        ends = {"priority": await ending(client, 21, 500), "flex": await ending(client, 22, 500)}
+        stop, said = await ending(client, 23, 40)
+        before = await counts(client)
+
+        def stream(blocks: int, tier: str) -> Heard:
+            seed = 21 if tier == "priority" else 22
+            return Heard(client, **stating(blocks, tier, seed, stop=[ends[tier][0]]))
+
+        urgent = [stream(blocks, "priority") for blocks in (large,) * 7 * REPLICAS + (small,) * REPLICAS]
+        await asyncio.gather(*(heard.begun.wait() for heard in urgent))
+        lower = []
+        for blocks in lesser:
+            lower.append(stream(blocks, "flex"))
+            await lower[-1].begun.wait()
+        asked_s = time.monotonic()
+        demanding = Heard(client, **stating(demand, "priority", 23, stop=[stop]))
+        await demanding.begun.wait()
+        took_s = time.monotonic() - asked_s
+        assert not any(heard.task.done() for heard in (*urgent, *lower)), "it waited for the end of none"
+        await asyncio.gather(*(heard.task for heard in (*urgent, *lower, demanding)))
+        assert text_of(demanding) == said
+        assert {text_of(heard) for heard in urgent} == {ends["priority"][1]}
+        assert {text_of(heard) for heard in lower} == {ends["flex"][1]}
+        (moved,) = [d for heard in (*urgent, *lower) for d in await decided(client, heard, "moved")]
+        (parked,) = [d for heard in (*urgent, *lower) for d in await decided(client, heard, "called_back")]
+        (placed,) = await decided(client, demanding, "dispatched")
+        for decision in (moved, parked):
+            assert f"it makes room on {placed['replica']} for a" in decision["why"]
+            assert [decision["numbers"][name] for name in ("demand_blocks", "leave_with_it")] == [demand, 1]
+        assert parked["replica"] == placed["replica"] != moved["replica"]
+        assert (await counts(client))[:2] == [before[0] + 1, before[1]], "only who was parked was begun again"
+        with capsys.disabled():
+            waits_s = parked["numbers"]["demand_waits_s"]
+            print(f"\n[hosts] let in after {took_s * 1000:.0f} ms, {waits_s * 1000:.0f} ms of them undecided")
+
+
+def stating(blocks: int, tier: str, seed: int, **more: Any) -> dict[str, Any]:
+    """A stream that says it will take so many blocks, and is given as many."""
+    output = blocks * BLOCK_TOKENS - len(PROMPT)
+    of_seed = {"temperature": 1, "seed": seed, "service_tier": tier}
+    return {**of_seed, "max_tokens": output, "expected_output_tokens": output, **more}
+
+
+async def ending(client: httpx.AsyncClient, seed: int, tokens: int) -> tuple[str, str]:
+    """A stop string that ends a stream of this seed within so many tokens, late, and all that it says then."""
+    undisturbed = Heard(client, temperature=1, seed=seed, max_tokens=tokens)
+    await undisturbed.task
+    text = text_of(undisturbed)
+    stop = across(text, len(text) * 9 // 10)
+    return stop, text[: text.index(stop)]
+
+
+def text_of(heard: Heard) -> str:
+    return str(heard.said()[0]["text"])
 
 
 async def test_forebay_drain_of_a_host_under_load_empties_it_by_moves_and_cuts_no_stream(

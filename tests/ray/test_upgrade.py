@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.model import ModelFolder
-from deployments.settings import Instance, Profile, url_of
+from deployments.settings import Instance, Profile, ServeAccess, url_of
 from tests.closed_loop import running_load
 from tests.line import until
 from tests.ray.conftest import Served, served
@@ -34,17 +34,23 @@ PROFILE = {
 
 
 async def test_a_rollout_of_everything_costs_no_client_an_error(tiny_model: ModelFolder, tmp_path: Path) -> None:
-    """No balancer stands before the routers: a new one takes the port of an old one, which then leaves."""
+    """No balancer stands before the routers: a new one takes the port of an old one, which then leaves. The new profile
+    begins with one replica, but lets the load decide: as many stay as there are."""
     fields = body(model=tiny_model.path.name, max_tokens=TOKENS)
     with served(tiny_model, tmp_path, profile=PROFILE) as instance:
-        old = Profile.model_validate(PROFILE)
         first = int(instance.url.rsplit(":", 1)[1])
-        profile = old.model_copy(update={"router": old.router.model_copy(update={"port": first, "max_queue_s": 599.0})})
+        changed = {"replicas": 1, "scale": {"max": 3}, "router": {"port": first, "max_queue_s": 599.0}}
+        profile = Profile.model_validate(PROFILE | changed)
         urls = [url_of("127.0.0.1", port) for port in profile.ports]
         (state,) = (instance.cache / "run").glob("*.json")
         folder = Path(json.loads(state.read_text())["folder"])
         instance_file = tmp_path / "instance.json"
-        upgraded = Instance(profile=profile, model_folders=(tiny_model.path,), secret_path=folder / "secret")
+        upgraded = Instance(
+            profile=profile,
+            model_folders=(tiny_model.path,),
+            secret_path=folder / "secret",
+            serve=ServeAccess(url="http://127.0.0.1:9"),  # where nobody is: this controller changes no number
+        )
         instance_file.write_text(upgraded.model_dump_json())
 
         async with client_of(urls[0]) as client:

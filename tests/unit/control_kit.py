@@ -38,15 +38,26 @@ def request(
     tokens: int | None = None,
     remaining: int = BLOCK,
     attempt: int = 1,
+    to_compute: int = 0,
 ) -> HeldRequest:
     """`tokens` fill its blocks, where it is not said that it shares some."""
     if tokens is None:
         tokens = blocks * BLOCK
-    return HeldRequest(RequestId(name), attempt, ROUTER, priority, standing, blocks, tokens, remaining)
+    return HeldRequest(RequestId(name), attempt, ROUTER, priority, standing, blocks, tokens, remaining, to_compute)
 
 
-def waits(name: str, *, priority: int = 0, remaining: int = BLOCK, attempt: int = 1) -> HeldRequest:
-    return request(name, priority=priority, standing=Standing.WAITS, blocks=0, remaining=remaining, attempt=attempt)
+def waits(
+    name: str, *, priority: int = 0, remaining: int = BLOCK, attempt: int = 1, to_compute: int = 3 * BLOCK
+) -> HeldRequest:
+    return request(
+        name,
+        priority=priority,
+        standing=Standing.WAITS,
+        blocks=0,
+        remaining=remaining,
+        attempt=attempt,
+        to_compute=to_compute,
+    )
 
 
 def paused(name: str, *, priority: int = 0, blocks: int = 4, remaining: int = BLOCK) -> HeldRequest:
@@ -164,6 +175,7 @@ def some_held(rng: random.Random, name: str, *, slots: int, blocks: int) -> tupl
                 blocks=own,
                 tokens=max(0, size * BLOCK - rng.randrange(BLOCK)),
                 remaining=rng.choice((1, 10, 30, 100)),
+                to_compute=1 if size else rng.randint(1, 8 * BLOCK),
             )
         )
     return tuple(held)

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster.config import ScaleConfig
 from cluster.control.demand import Meter
 from cluster.control.scale import ScaleState, Verdict, decide
@@ -81,6 +83,7 @@ class ModelReplica:
     ready_s: float
     slots: int
     full_per_s: float
+    fixed_part: float
     running: list[Running] = field(default_factory=list)
     tokens: float = 0.0
 
@@ -88,7 +91,7 @@ class ModelReplica:
         b = len(self.running)
         if not b:
             return
-        rate = self.full_per_s * (1 + FIXED_PART) * b / (b + FIXED_PART * self.slots)
+        rate = self.full_per_s * (1 + self.fixed_part) * b / (b + self.fixed_part * self.slots)
         each = rate * over_s / b
         for request in self.running:
             self.tokens += min(each, request.left)
@@ -110,17 +113,19 @@ class ScaledModel:
         full_per_s: float = 400.0,
         mean_tokens: float = 150.0,
         expected_tokens: float = 128.0,
+        fixed_part: float = FIXED_PART,
     ) -> None:
         self.config = config
         self.rng = random.Random(seed)
         self.now_s = 0.0
         self.start_s, self.slots, self.full_per_s = start_s, slots, full_per_s
-        self.mean_tokens, self.expected_tokens = mean_tokens, expected_tokens
+        self.mean_tokens, self.expected_tokens, self.fixed_part = mean_tokens, expected_tokens, fixed_part
         self.meter = Meter(1.0, 1.0, 0.0, config.average_s)
         self.meter.router_here(ROUTER)
         self.state = ScaleState(replicas, 0.0)
         self.queue: deque[float] = deque()
         self.sent_service = 0.0
+        self.of_one_per_s: float | None = None
         self.numbers = 0
         self.replicas: list[ModelReplica] = []
         self._have(replicas, ready_s=0.0)
@@ -131,12 +136,19 @@ class ScaledModel:
         while len(self.replicas) < count:
             self.numbers += 1
             of = entry(f"r{self.numbers}", number=self.numbers)
-            self.replicas.append(ModelReplica(of, ready_s, self.slots, self.full_per_s))
+            self.replicas.append(ModelReplica(of, ready_s, self.slots, self.full_per_s, self.fixed_part))
         while len(self.replicas) > count:
             gone = min(self.replicas, key=lambda r: (r.ready_s <= self.now_s, len(r.running)))
             self.replicas.remove(gone)
             self.queue.extendleft(r.left for r in gone.running)
             self.meter.replica_gone(gone.entry.replica_id, gone.entry.generation)
+
+    def succeed(self, *, told: bool) -> None:
+        """The controller dies and another begins; routers tell it what this one had measured, or do not."""
+        self.of_one_per_s = self.meter.load(self.now_s).full_per_s if told else None
+        self.meter = Meter(1.0, 1.0, self.now_s, self.config.average_s)
+        self.meter.router_here(ROUTER)
+        self.state = ScaleState(self.state.wanted, self.now_s)
 
     def run(self, until_s: float, per_s: Callable[[float], float]) -> None:
         """`per_s`: requests that arrive, at a time."""
@@ -159,7 +171,8 @@ class ScaledModel:
             load = engine_load(len(r.running), slots=r.slots, tokens_total=round(r.tokens))
             self.meter.replica(r.entry, report(r.entry, load), retiring=False, now_s=self.now_s)
         waits = len(self.queue)
-        self.meter.router(ROUTER, router_demand(waits, self.expected_tokens * waits, self.sent_service), self.now_s)
+        demand = router_demand(waits, self.expected_tokens * waits, self.sent_service)
+        self.meter.router(ROUTER, msgspec.structs.replace(demand, of_one_per_s=self.of_one_per_s), self.now_s)
         verdict = decide(self.meter.load(self.now_s), self.config, self.now_s, self.state)
         if by := verdict.state.wanted - self.state.wanted:
             self.changes.append((self.now_s, by))

@@ -49,6 +49,18 @@ def test_nothing_is_known_of_what_has_not_been_measured() -> None:
     assert (load.demand_per_s, load.full_per_s, load.occupied, load.routers) == (None, None, None, 0)
 
 
+def test_what_a_controller_before_has_measured_of_a_full_replica_holds_until_one_is_full_again() -> None:
+    told = Told()
+    told.meter.router_here(ROUTER)
+    demand = msgspec.structs.replace(router_demand(0, 0.0, 0.0), of_one_per_s=250.0)
+    told.meter.router(ROUTER, demand, told.now_s)
+    assert told.meter.load(0.5).full_per_s == 250
+    steady(told, 60, tokens_per_s=100, sent_per_s=100)
+    assert told.meter.load(told.now_s).full_per_s == 250, "none was full"
+    steady(told, 20, tokens_per_s=100, sent_per_s=100, running=8)
+    assert told.meter.load(told.now_s).full_per_s == pytest.approx(100, rel=0.05)
+
+
 def test_demand_is_what_is_done_in_service_of_prompt_and_output_tokens() -> None:
     told = Told(prompt_token_weight=1.0, output_token_weight=2.0)
     told.meter.router_here(ROUTER)

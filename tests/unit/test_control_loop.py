@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import pytest
 
 from cluster.config import ControlConfig
 from cluster.control.gates import DEMAND_PERIOD_S
-from cluster.control.loop import GONE_AFTER_S, Control
+from cluster.control.loop import GONE_AFTER_S, WEIGH_FOR_S, Control
 from cluster.control.view import Proposal
 from cluster.messages import HeldRequest, RosterEntry, Unplaced
 from cluster.types import Generation, ReplicaId, RequestId, RouterId
@@ -104,6 +105,29 @@ def test_models_are_apart() -> None:
     assert told.for_s(1.0) == []
     told.has(entry("idle-too"))
     assert {p.request_id for p in told.for_s(1.0)} == {"w"}  # whom the other model's demand does not hold up
+
+
+def test_while_something_fits_nowhere_its_models_replicas_are_to_say_what_they_hold_often_enough_to_do_so_throughout() -> (
+    None
+):
+    told = Told()
+    for model in (MODEL, "other"):
+        told.has(entry(f"of-{model}", model=model))
+    told.for_s(1.0)
+    assert told.control.to_weigh(told.now_s) == ()
+    told.demands[ROUTER] = asks(190)
+    said_s = []
+    for _ in range(100):
+        told.for_s(CONFIG.tick_s)
+        if models := told.control.to_weigh(told.now_s):
+            assert models == (MODEL,)
+            said_s.append(told.now_s)
+    assert said_s[0] == pytest.approx(NOW_S + 1.0 + CONFIG.tick_s)
+    assert len(said_s) == 5, "in five seconds"
+    assert all(later - s < WEIGH_FOR_S / 2 for s, later in pairwise(said_s)), "one may be lost"
+    told.demands.clear()
+    told.for_s(2 * GONE_AFTER_S)
+    assert told.control.to_weigh(told.now_s) == ()
 
 
 def test_a_demand_makes_those_leave_who_are_less_urgent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -86,13 +87,35 @@ def test_what_may_be_let_in_with_the_next_step_is_left_alone() -> None:
         assert bool(who_goes(view(full, replica("idle")))) is goes
 
 
-@pytest.mark.parametrize(("blocks", "wants"), [(99, 32), (146, 51)])
-def test_what_waits_for_blocks_goes_only_to_more_than_are_free_where_it_waits(blocks: int, wants: int) -> None:
-    # A slot is free, so that it can only wait for blocks: for more than those. What runs here has 32 in the mean.
-    tight = replica("tight", *runners(3, blocks=32), waits("w"), blocks=blocks)
-    assert tight.load.blocks_free == blocks - 96
-    assert who_goes(view(tight, replica("t", blocks=wants - 1))) == []
-    assert who_goes(view(tight, replica("t", blocks=wants))) == [("w", "tight", None)]
+@pytest.mark.parametrize("running", [3, 4])
+def test_what_waits_goes_where_its_prompt_and_the_output_that_is_expected_of_it_fit(running: int) -> None:
+    """Whether it waits for blocks, as long as a slot is free, or for a slot."""
+    tight = replica(
+        "tight", *runners(running, blocks=32), waits("w", to_compute=5 * BLOCK - 1, remaining=2 * BLOCK + 1), blocks=130
+    )
+    assert who_goes(view(tight, replica("t", blocks=6))) == []
+    assert who_goes(view(tight, replica("t", blocks=7))) == [("w", "tight", None)]
+
+
+def test_what_waits_without_blocks_goes_back_where_only_less_urgent_work_runs_on_another_replica() -> None:
+    full = replica("full", *runners(4, priority=10), waits("w", priority=10))
+    for priority, goes in ((10, False), (9, True)):
+        lower = replica("t", *runners(4, name="t", priority=priority))
+        assert who_goes(view(full, lower)) == [("w", "full", None)] * goes
+        behind = replica("t", *runners(4, name="t", priority=priority), waits("g", priority=10), stalled_since_s=NOW_S)
+        assert who_goes(view(full, behind)) == []
+    lower = replica("t", *runners(4, name="t", priority=-10, blocks=2), blocks=14)  # 4 are to be filled
+    wants = {blocks: waits("w", priority=10, to_compute=(blocks - 1) * BLOCK) for blocks in (10, 11)}
+    for blocks, goes in ((10, True), (11, False)):
+        full = replica("full", *runners(4, priority=10), wants[blocks])
+        assert bool(who_goes(view(full, lower))) is goes
+    kept = replica("full", *runners(4, priority=10), paused("p", priority=10))
+    assert who_goes(view(kept, lower)) == []
+    free = replica("free")
+    (underway,) = decide(
+        view(replica("full", *runners(4, priority=10), waits("w", priority=10)), free, lower), CONFIG, 0
+    )
+    assert underway.goes_to == "free"
 
 
 def test_nothing_goes_to_where_as_urgent_work_waits() -> None:
@@ -346,9 +369,12 @@ def _check_room(seen: ClusterView, proposed: tuple[Underway, ...]) -> None:
         assert u.takes_blocks >= takes(held, target.load)
         assert target.ready
         assert not any(level.priority >= held.priority for level in target.load.waiting)
-        running = sum(level.requests for level in target.load.running)
+        # Only where it waits without blocks less urgent work may give way for it.
+        stays = -math.inf if held.standing is not Standing.WAITS else held.priority
+        running = sum(level.requests for level in target.load.running if level.priority >= stays)
+        given = sum(level.blocks for level in target.load.running if level.priority < stays)
         assert running + slots[target.replica_id] <= target.load.slots_total
-        assert blocks[target.replica_id] <= target.load.blocks_free
+        assert blocks[target.replica_id] <= target.load.blocks_free + given
 
 
 class Cluster:
@@ -417,7 +443,8 @@ class Cluster:
         return self.free(r) >= self._wants(held)
 
     def _wants(self, held: HeldRequest) -> int:
-        return max(1, held.remaining_tokens % 5)
+        """As it begins: blocks for what it is yet to compute."""
+        return -(-held.to_compute_tokens // BLOCK)
 
     def _run(self, r: ReplicaId, held: HeldRequest, blocks: int) -> None:
         tokens = held.tokens or blocks * BLOCK

@@ -241,13 +241,51 @@ def test_what_cannot_be_is_said(fields: dict[str, float], said: str) -> None:
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_successor_that_is_told_what_a_full_replica_does_takes_none_away_that_is_needed(told: bool) -> None:
+    """Replicas here do as much with a few as with a full batch, so that slots say little: half as many seem enough."""
+    model = ScaledModel(
+        ScaleConfig(min=1, max=6, down_after_s=300), 3, replicas=1, full_per_s=400, slots=64, fixed_part=0.1
+    )
+    model.run(1200.0, lambda _: 6.0)  # 900 tokens per second, and somewhat more at times: three do 840 at 0.7
+    assert model.state.wanted == 4
+    model.succeed(told=told)
+    model.changes.clear()
+    model.run(3000.0, lambda _: 6.0)
+    assert (model.changes == []) is told
+
+
 def test_a_change_says_why_and_by_which_numbers() -> None:
     verdict = decide(asked(0.0, queued=1, queued_service=200.04), ScaleConfig(min=0, max=5), 1.0, ScaleState(0, 0.0))
     assert verdict.why == "a request waits"
     assert verdict.numbers["from"] == 0
     assert verdict.numbers["to"] == 1
     assert verdict.numbers["queued_service"] == 200.04
-    assert decide(asked(10.0, *fleet(1)), CONFIG, 1.0, ScaleState(1, 0.0)).why == ""
+    assert "of_one_per_s" in verdict.numbers
+    unmeasured = decide(asked(None, full_per_s=None, queued=1), ScaleConfig(min=0, max=5), 1.0, ScaleState(0, 0.0))
+    assert not {"demand_per_s", "of_one_per_s", "attained"} & unmeasured.numbers.keys(), "missing is not nothing"
+
+
+@pytest.mark.parametrize(
+    ("load", "state", "config", "why"),
+    [
+        (asked(500, *fleet(2), routers=0), ScaleState(2, 0.0), CONFIG, "no router is connected"),
+        (asked(500, *fleet(2)), ScaleState(2, 0.0), CONFIG, "has not been for long"),
+        (asked(500, *fleet(2)), ScaleState(2, 0.0), ScaleConfig(min=1, max=2), "there may be no more"),
+        (asked(10, *fleet(1)), ScaleState(1, 0.0), CONFIG, "as few as there may be"),
+        (asked(None, *fleet(3)), ScaleState(3, -5000.0), CONFIG, "not measured yet"),
+        (asked(10, *fleet(3)), ScaleState(3, 0.0), CONFIG, "so soon after"),
+        (asked(250, *fleet(4)), ScaleState(4, -5000.0), CONFIG, "as many are needed"),
+        (asked(0.0), ScaleState(0, 0.0), ScaleConfig(min=0, max=5), "nothing waits"),
+    ],
+)
+def test_where_nothing_changes_it_says_what_holds_it_back(
+    load: ModelLoad, state: ScaleState, config: ScaleConfig, why: str
+) -> None:
+    verdict = decide(load, config, 1.0, state)
+    assert verdict.state.wanted == state.wanted
+    assert why in verdict.why
+    assert verdict.numbers.get("demand_per_s") == load.demand_per_s
 
 
 # --- under load, in virtual time ---

@@ -17,6 +17,7 @@ from tests.unit.fake_replica import ManualClock
 
 Answer = Future[tuple[HeldAttempt, ...]]
 EMPTY = EngineLoad(slots_total=4, blocks_total=8, blocks_free=8, block_size_tokens=16)
+ROOMY = EngineLoad(slots_total=4, blocks_total=8, blocks_free=7, block_size_tokens=16, running=(PriorityLoad(0, 1, 1),))
 BUSY = EngineLoad(slots_total=4, blocks_total=8, blocks_free=3, block_size_tokens=16, running=(PriorityLoad(0, 2, 5),))
 
 
@@ -29,6 +30,7 @@ def attempt(name: str, number: int = 1) -> HeldAttempt:
         blocks=2,
         tokens=33,
         remaining_tokens=7,
+        to_compute_tokens=5,
     )
 
 
@@ -67,8 +69,8 @@ def test_what_the_engine_holds_is_told_with_whose_it_is() -> None:
     assert [limit for limit, _ in p.asked] == [16]
     p.answered(attempt("a"), attempt("over"), attempt("c", 4))
     assert p.feed.told(BUSY) == (
-        HeldRequest(RequestId("a"), 1, RouterId("x"), 3, Standing.PAUSED, 2, 33, 7),
-        HeldRequest(RequestId("c"), 4, RouterId("y"), 3, Standing.PAUSED, 2, 33, 7),
+        HeldRequest(RequestId("a"), 1, RouterId("x"), 3, Standing.PAUSED, 2, 33, 7, 5),
+        HeldRequest(RequestId("c"), 4, RouterId("y"), 3, Standing.PAUSED, 2, 33, 7, 5),
     )
     del p.owners[RequestId("a")]
     told = p.feed.told(BUSY)
@@ -114,6 +116,21 @@ def test_of_a_replica_with_room_and_nobody_waiting_nothing_is_told_nor_asked() -
     assert p.feed.told(EMPTY) is None
     assert len(p.asked) == 1
     assert p.feed.told(BUSY) == (), "what was so before is not so now"
+
+
+def test_while_the_controller_weighs_what_runs_is_told_however_much_room_there_is() -> None:
+    p = Played(owners={RequestId("a"): RouterId("x")})
+    assert p.feed.told(ROOMY) is None
+    p.feed.weigh(2.0)
+    assert p.feed.told(ROOMY) == ()
+    p.answered(attempt("a"))
+    p.clock.advance(1.9)
+    told = p.feed.told(ROOMY)
+    assert told is not None
+    assert [h.request_id for h in told] == ["a"]
+    assert p.feed.told(EMPTY) is None, "nothing runs there"
+    p.clock.advance(0.2)
+    assert p.feed.told(ROOMY) is None
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,13 @@ from deployments.app import replica_deployments
 from deployments.checks import check_gpus, find_models, free_ports, preflight
 from deployments.engines import check_installed, gpu_options
 from deployments.instances import InstanceState
+from deployments.move_source import _FRAME_ROOM_BYTES
 from deployments.settings import PROFILES, Environment, Instance, ModelConfig, Profile, UsageError, load_profile
+from ops.sim.step_time import Prefill, a100, step_ms
 from tests.tiny_model import make_tiny_llama
 
 README = Path(__file__).parents[2] / "README.md"
+TIMES = {"a100-llama3-8b": a100().models["llama-3-8b"], "a100-llama2-7b": a100().models["llama-2-7b"]}
 SHIPPED = sorted(path.stem for path in PROFILES.glob("*.yaml"))
 VLLM_ON_A100 = {"engine": {"kind": "vllm"}, "gpus_per_replica": 1, "accelerator_type": "A100"}
 
@@ -45,6 +48,36 @@ def test_every_profile_that_ships_loads(name: str) -> None:
     model = the_model(load_profile(name, {}))
     assert model.engine.kind is (EngineKind.EMBEDDED if name == "local" else EngineKind.VLLM)
     assert gpu_options(model) == ({"num_gpus": 1, "accelerator_type": "A100"} if name.startswith("a100") else {})
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_block_of_keys_and_values_fits_in_a_message_of_a_move_and_that_in_a_frame(name: str) -> None:
+    profile = load_profile(name, {})
+    engine, transport = the_model(profile).engine, profile.transport
+    # SmolLM2-135M: keys and values of 30 layers, 3 heads each, 64 wide, 4 bytes.
+    token_bytes = TIMES[name].kv_bytes_per_token if name in TIMES else 2 * 30 * 3 * 64 * 4
+    block_bytes = token_bytes * engine.block_size_tokens
+    assert block_bytes + _FRAME_ROOM_BYTES <= transport.max_frame_bytes
+    assert transport.move_chunk_bytes + _FRAME_ROOM_BYTES <= transport.max_frame_bytes
+    if name in TIMES:  # a move is sent while its source decodes: of a context of 1,024 tokens in 8 steps at most
+        assert transport.move_chunk_bytes * 8 >= token_bytes * 1024
+    if engine.kind is EngineKind.EMBEDDED or name in TIMES:
+        assert block_bytes <= transport.move_chunk_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("a100")])
+def test_what_the_controller_reckons_with_on_a100s_follows_from_their_step_times(name: str) -> None:
+    profile, times = load_profile(name, {}), TIMES[name]
+    engine, control = the_model(profile).engine, profile.control
+    budget, context = engine.step_token_budget, 1024
+    token_ms = step_ms(times, [Prefill(budget)], []) / budget
+    assert control.recompute_token_s * 1000 == pytest.approx(token_ms, rel=0.05)
+    assert control.move_block_s == pytest.approx(engine.block_size_tokens * control.recompute_token_s, rel=0.05)
+    one_ms, full_ms = (step_ms(times, [], [context] * batch) for batch in (1, engine.slots))
+    each_ms = (full_ms - one_ms) / (engine.slots - 1)
+    assert control.step_fixed_part == pytest.approx((one_ms - each_ms) / full_ms, abs=0.01)
+    network_s = times.kv_bytes_per_token * engine.block_size_tokens / a100().network_bytes_per_s
+    assert f"({network_s:.4f} with one" in (PROFILES / f"{name}.yaml").read_text()
 
 
 def test_the_engine_is_the_only_difference(tmp_path: Path) -> None:

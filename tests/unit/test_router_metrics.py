@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.config import RouterConfig, TenantConfig
+from cluster.messages import ScaleDecision, ScaleStatus
 from cluster.types import EngineLoad, ReplicaId
 from router.metrics_sink import RouterMetrics
 from router.view import Condition, ReplicaView
@@ -41,6 +42,20 @@ def test_a_replica_that_is_gone_leaves_no_series_behind() -> None:
     metrics.replicas([view("b")])
     left = {s.labels["replica"] for family in registry.collect() for s in family.samples if "replica" in s.labels}
     assert left == {"b"}
+
+
+def test_what_the_number_of_replicas_is_decided_by_is_shown_as_far_as_it_is_measured() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+
+    def shown() -> dict[str, float]:
+        of_scale = (s for family in registry.collect() for s in family.samples if s.name == "forebay_scale")
+        return {s.labels["figure"]: s.value for s in of_scale}
+
+    assert shown() == {}
+    for numbers in ({"demand_per_s": 250.0, "attained": 0.9, "idle_s": 3.0}, {"queued": 2.0}):
+        metrics.scaled(ScaleStatus("m", ScaleDecision(0.0, 2, 3, "why", numbers), kept=2))
+        assert shown() == {"wanted": 3.0} | {name: value for name, value in numbers.items() if name != "idle_s"}
 
 
 def test_tenants_that_the_config_does_not_name_are_one_series_however_many_they_are() -> None:

@@ -161,6 +161,17 @@ def test_nothing_moves_where_somebody_would_have_to_give_way() -> None:
     finish(bench, request, source, target)
 
 
+def test_one_that_has_a_single_token_left_when_it_moves_ends_with_its_first_on_the_target() -> None:
+    bench = Bench(CONFIG)
+    (request,) = draining_pair(bench, "a", tokens=2)
+    source, target = pair(bench)
+    bench.core.tick()
+    finish(bench, request, source, target)
+    (moved,) = decisions(bench, request, "moved")
+    assert (moved.replica, moved.numbers["emitted"]) == ("r2", 2), "the target gave the last one"
+    assert outcomes(bench) == {"moved": 1}
+
+
 def test_a_session_follows_its_move() -> None:
     bench = Bench(CONFIG)
     (request,) = draining_pair(bench, "a", terms=Terms(session="s"))

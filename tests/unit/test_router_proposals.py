@@ -234,6 +234,21 @@ def test_one_that_runs_is_called_back_for_nobodys_sake_never() -> None:
     assert verdicts(bench) == {"runs": 1}
 
 
+@pytest.mark.parametrize("lower", [True, False])
+def test_one_that_waits_is_called_back_where_less_urgent_work_gives_way_for_it_and_nobody_else(lower: bool) -> None:
+    bench = Bench(CONFIG)
+    source, _, second = waits_on_a_full_replica(bench)
+    other = bench.replica("r2", slots=1)
+    third = bench.submit("third", "batch" if lower else "standard", tokens=30)
+    other.turn()
+    assert [request.request_id for request, _ in other.added] == [third.request_id]
+    bench.core.propose(propose(second, None))
+    assert source.aborted == ([("second", 1)] if lower else [])
+    assert verdicts(bench) == ({"called_back": 1} if lower else {"no_place": 1})
+    if lower:
+        assert [(request.request_id, attempt) for request, attempt in other.added][1:] == [("second", 2)]
+
+
 def test_one_that_waits_stays_where_it_would_be_served_nowhere_sooner() -> None:
     bench = Bench(CONFIG)
     source, _, second = waits_on_a_full_replica(bench)
@@ -376,9 +391,9 @@ def test_of_two_controllers_the_later_one_is_obeyed_and_the_older_one_never_agai
     bench.core.propose(propose("a", "r2", generation=Generation(1, "first")))
     bench.core.propose(propose("b", "r2", generation=Generation(2, "second")))
     bench.core.propose(propose("c", "r2", generation=Generation(1, "first")))
-    bench.core.propose(propose("c", "r2", generation=Generation(2, "third")))
+    bench.core.propose(propose("c", "r2", generation=Generation(2, "other")))
     assert [name for name, *_ in source.moves] == ["a", "b"]
-    bench.core.propose(propose("c", "r2", generation=Generation(3, "third")))
+    bench.core.propose(propose("c", "r2", generation=Generation(3, "other")))
     assert [name for name, *_ in source.moves] == ["a", "b", "c"]
     assert verdicts(bench) == {"moves": 3, "stale": 2}
 

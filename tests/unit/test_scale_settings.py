@@ -93,3 +93,18 @@ def test_the_controller_is_told_what_to_scale_and_where_serve_has_it(tiny_model:
     assert scaled == [{"model": "of a/b", "deployment": "Replica-0-of-a-b", "scale": SCALE.model_dump(mode="json")}]
     assert replica._bound_deployment.name == "Replica-0-of-a-b"
     assert replica._bound_deployment.num_replicas == 1
+
+
+@pytest.mark.parametrize(("kept", "begins_with"), [(None, 2), (0, 1), (1, 1), (3, 3), (4, 4), (9, 4)])
+@pytest.mark.parametrize("scales", [True, False])
+def test_an_upgrade_keeps_as_many_replicas_as_the_load_has_made_within_the_bounds_and_else_what_the_profile_says(
+    tiny_model: ModelFolder, tmp_path: Path, kept: int | None, begins_with: int, scales: bool
+) -> None:
+    config = ModelConfig(model=tiny_model.path, served_name="m", replicas=2, scale=SCALE if scales else None)
+    (tmp_path / "secret").write_text("s" * 64)
+    instance = Instance(
+        profile=Profile(models=(config,)), model_folders=(tiny_model.path,), secret_path=tmp_path / "secret"
+    )
+    router: Any = build(instance, {} if kept is None else {"Replica-0-m": kept})._bound_deployment
+    (replica,) = router.init_args[-1]
+    assert replica._bound_deployment.num_replicas == (begins_with if scales else 2)

@@ -18,7 +18,7 @@ import pytest
 from cluster.config import ScaleConfig
 from cluster.control.demand import Meter
 from cluster.control.scale import Deployed
-from cluster.messages import DrainOrder, Leave, RosterEntry
+from cluster.messages import DrainOrder, Leave, RosterEntry, ScaleStatus
 from cluster.types import ReplicaId, ReplicaState
 from deployments.scaler import (
     LOOK_S,
@@ -59,6 +59,10 @@ class Ray:
     looks: int = 0
     down: bool = False
     numbers: int = 0
+    leads: bool = True
+    told: list[ScaleStatus] = field(default_factory=list)
+    doubted: bool = False
+    """Another controller may lead."""
 
     def __post_init__(self) -> None:
         self.restart(self.target)
@@ -90,6 +94,13 @@ class Ray:
         self.starting = replicas - len(self.replicas)
 
     # --- Orders ---
+
+    def vouched_by(self, running: frozenset[ReplicaId]) -> bool:
+        assert running == frozenset(self.replicas) | self.unseen
+        return not self.doubted
+
+    def scaled(self, status: ScaleStatus) -> None:
+        self.told.append(status)
 
     def tell_replica(self, replica_id: ReplicaId, message: DrainOrder | Leave) -> None:
         replica = self.replicas[replica_id]
@@ -172,6 +183,34 @@ async def test_replicas_are_added_for_what_waits_and_leave_one_by_one_when_they_
     assert (bench.ray.kept, len(bench.ray.replicas)) == ([2, 1], 1)
 
 
+async def test_all_can_see_what_was_decided_and_why_and_what_holds_it_back_and_by_which_numbers() -> None:
+    bench = Bench()
+    await bench.run(5)
+    held = bench.ray.told[-1]
+    assert (held.model, held.kept, held.now.was, held.now.wanted, held.changes) == ("m", 1, 1, 1, ())
+    assert held.now.why == "there are as few as there may be"
+    assert held.now.numbers["queued"] == 0
+    assert "of_one_per_s" not in held.now.numbers, "none was full"
+    bench.queued = 9
+    await bench.run(5)
+    grown = bench.ray.told[-1]
+    assert (grown.kept, [(c.was, c.wanted) for c in grown.changes]) == (2, [(1, 2)])
+    assert grown.changes[0].numbers["queued"] == 9
+    bench.ray.down, bench.queued = True, 0
+    bench.ray.started()
+    bench.ray.busy()
+    await bench.run(60)
+    assert "connection refused" in bench.ray.told[-1].trouble
+    bench.ray.down = False
+    for turn in range(60):
+        for r in bench.ray.replicas.values():
+            r.requests = turn % 2
+        await bench.run(5)
+        bench.ray.sees()
+    assert bench.ray.told[-1].trouble == ""
+    assert [(c.was, c.wanted) for c in bench.ray.told[-1].changes] == [(2, 1), (1, 2)], "the latest first"
+
+
 async def test_a_new_controller_goes_on_where_the_last_one_was_killed() -> None:
     """At every stage of a replica's leaving, and with one that an operator drains beside it."""
     for stage in range(4):
@@ -248,6 +287,32 @@ async def test_nothing_is_decided_before_each_replica_reports_or_has_had_its_tim
     bench.ray.busy()
     await bench.run(8)
     assert any(r.retiring for r in bench.ray.replicas.values())
+
+
+async def test_a_controller_that_stands_by_asks_nothing_and_goes_on_where_the_other_left_off_once_it_leads() -> None:
+    bench = Bench(target=2)
+    bench.ray.busy()
+    bench.queued, bench.ray.leads = 9, False
+    await bench.run(60)
+    assert (bench.ray.looks, bench.ray.kept) == (0, [])
+    bench.queued, bench.ray.leads = 0, True
+    await bench.run(5)
+    assert (bench.ray.looks > 0, bench.ray.kept, len(bench.ray.replicas)) == (True, [], 2)
+    bench.queued = 9
+    await bench.run(5)
+    assert bench.ray.kept == [3]
+
+
+async def test_while_another_may_lead_nobody_is_told_anything() -> None:
+    bench = Bench(target=2, down_after_s=5)
+    bench.ray.doubted = True
+    await bench.run(20)
+    bench.queued = 9
+    await bench.run(20)
+    assert (bench.ray.kept, [r.retiring for r in bench.ray.replicas.values()]) == ([], [False, False])
+    bench.ray.doubted = False
+    await bench.run(2)
+    assert bench.ray.kept == [3]
 
 
 async def test_without_a_router_nothing_is_decided() -> None:
