@@ -15,6 +15,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -80,8 +81,8 @@ def machine_context(packages: Sequence[str] = ()) -> dict[str, Scalar | Mapping[
     }
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Write the report, whole or not at all.
+def write_json(report: Report, path: Path, more: Mapping[str, object] = MappingProxyType({})) -> None:
+    """Write the report, and `more` beside its parts, whole or not at all.
 
     Raises:
         CommandError: the file cannot be written.
@@ -90,6 +91,7 @@ def write_json(report: Report, path: Path) -> None:
         "command": report.command,
         "context": report.context,
         "rows": [{"name": row.name, "value": row.value, "unit": row.unit} for row in report.rows],
+        **more,
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -99,8 +101,8 @@ def write_json(report: Report, path: Path) -> None:
         raise CommandError(f"--json: {path} cannot be written: {error.strerror}") from error
 
 
-def check_writable(path: Path | None) -> None:
-    """Find out before a long run, not after it, that its result could not be written.
+def check_writable(path: Path | None, option: str = "--json") -> None:
+    """Find out before a long run, not after it, that its result could not be written where `option` says.
 
     Raises:
         CommandError: `path` is a folder, or its folder is missing or read-only.
@@ -108,11 +110,11 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise CommandError(f"--json: {path} is a folder; name a file")
+        raise CommandError(f"{option}: {path} is a folder; name a file")
     if not path.parent.is_dir():
-        raise CommandError(f"--json: the folder {path.parent} does not exist")
+        raise CommandError(f"{option}: the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):
-        raise CommandError(f"--json: the folder {path.parent} cannot be written to")
+        raise CommandError(f"{option}: the folder {path.parent} cannot be written to")
 
 
 def console(*, stderr: bool = False) -> Console:

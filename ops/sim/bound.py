@@ -63,6 +63,7 @@ class LeastTimes:
         # Between knots a step's time is a straight line, so that its time per token is least at the end of one.
         knots = {1, budget_tokens, *(n for n in times.tokens if n < budget_tokens)}
         self._token_ms = min((_base_ms(times, n) + step_ms) / n for n in knots)
+        self._budget_tokens = budget_tokens
         self._times = times
         before = np.arange(longest_prompt_tokens, dtype=np.float64)
         chunked = times.ms_per_prefill_pair * (before + 0.5)
@@ -72,6 +73,12 @@ class LeastTimes:
     def prompt_s(self, prompt_tokens: int) -> float:
         """Of a prompt that no cache has a part of."""
         return max(0.0, self._token_ms * prompt_tokens + float(self._added_ms[prompt_tokens])) / 1000
+
+    def chunks_s(self, cached_tokens: int, prompt_tokens: int) -> float:
+        """Of a prompt from here to there, with what chunks of a whole step's budget read of the contexts before them."""
+        contexts = sum(range(cached_tokens, prompt_tokens, self._budget_tokens))
+        computed_s = self.prompt_s(prompt_tokens) - self.prompt_s(cached_tokens)
+        return computed_s + self._times.ms_per_context_token * contexts / 1000
 
     def decode_s(self, prompt_tokens: int, output_tokens: int) -> float:
         """Of all tokens after the first."""

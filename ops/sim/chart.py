@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from ops.errors import CommandError
 
 
-def draw_attainment(curves: Mapping[str, Sequence[tuple[int, float]]], title: str, path: Path) -> None:
+def draw_attainment(curves: Mapping[str, Sequence[tuple[int, float]]], goal_pct: float, title: str, path: Path) -> None:
     """(replicas, percent of the requests that met their objectives) by the name of each curve.
 
     Raises:
@@ -24,7 +24,7 @@ def draw_attainment(curves: Mapping[str, Sequence[tuple[int, float]]], title: st
     figure, axes = _figure(title)
     for name, points in curves.items():
         axes.plot([n for n, _ in points], [percent for _, percent in points], marker="o", label=name)
-    axes.axhline(99, color="#7f7f7f", linestyle=":", linewidth=1)
+    axes.axhline(goal_pct, color="#7f7f7f", linestyle=":", linewidth=1)
     axes.set_xlabel("replicas, one A100 each")
     axes.set_xticks(sorted({n for points in curves.values() for n, _ in points}))
     axes.set_ylabel("requests that met their objectives, %")

@@ -63,6 +63,7 @@ class Clients:
             self._loop.now_s,
             arrival.prompt_tokens,
             arrival.output_tokens,
+            shared_tokens=len(arrival.prefix_ids),
         )
         self.live[arrival.request_id] = router
         self.awaited += record.priority_class != self._not_awaited
@@ -71,7 +72,7 @@ class Clients:
         number = (LONGEST_OUTPUT - len(self.records),) if own else ()  # no two prompts begin alike
         filler = (FILLER_TOKEN,) * (own - 1)
         # The last token of a prompt says how long the answer is: see ops/sim/backend.py.
-        prompt_ids = (*arrival.prefix_ids, *number, *filler, arrival.output_tokens)
+        prompt_ids = arrival.prefix_ids + number + filler + (arrival.output_tokens,)
         room = self._max_model_len - arrival.prompt_tokens
         request = Request(
             request_id=arrival.request_id,
@@ -114,7 +115,8 @@ class Clients:
         if record.first_token_s is None and ending.completion_tokens:
             self._first(record)
         record.outcome, record.end_s = ending.outcome, self._loop.now_s
-        record.tokens, record.cached_tokens = ending.completion_tokens, ending.cached_tokens
+        record.tokens = ending.completion_tokens
+        record.cached_tokens = min(ending.cached_tokens, record.shared_tokens)
         if self.live.pop(record.request_id, None) is not None:
             self.awaited -= record.priority_class != self._not_awaited
         self._log.say("ended", record.request_id, ending.outcome.value, ending.completion_tokens)

@@ -9,12 +9,12 @@ nothing at first and has a higher generation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.config import ControlConfig
 from cluster.control.gates import DEMAND_PERIOD_S, PERIOD_S
-from cluster.control.loop import Control
+from cluster.control.loop import WEIGH_FOR_S, Control
 from cluster.control.routers import Routers
 from cluster.messages import HeldRequest, Propose, RosterEntry, RouterDemand, Unplaced
 from cluster.types import Generation, ReplicaId, ReplicaReport, ReplicaState, RouterId
@@ -43,13 +43,16 @@ class SimController:
         loop: VirtualLoop,
         delay_s: float,
         log: EventLog,
+        weigh: Callable[[float], None],
     ) -> None:
+        """`weigh`: have all replicas say for so long what they hold."""
         self._cores = {RouterId(f"router-{k}"): core for k, core in enumerate(cores)}
         self._model = model
         self._control = control
         self._loop = loop
         self._delay_s = delay_s
         self._log = log
+        self._weigh = weigh
         self._lives = 0
         self._life: _Life | None = None
         """None: there is no controller."""
@@ -180,6 +183,8 @@ class SimController:
                     "proposed", proposal.request_id, proposal.source, proposal.target, proposal.for_request_id
                 )
                 self.propose(proposal.router_id, proposal.message(life.generation))
+            for _ in life.control.to_weigh(now_s):  # there is one model
+                self._loop.at(now_s + self._delay_s, self._weigh, WEIGH_FOR_S)
         self._loop.at(now_s + period_s, self._tick, period_s)
 
     def propose(self, router_id: RouterId, message: Propose) -> None:

@@ -242,7 +242,7 @@ class SimEngine:
             self._hold(result)
         else:
             self._load = self._held_load = result.load
-            if any(delta.finish is not None for delta in result.deltas):
+            if result.deltas and any(delta.finish is not None for delta in result.deltas):
                 deltas = tuple(self.engine.whole(d) if d.finish is not None else d for d in result.deltas)
                 self._inbox.forget([(d.request_id, d.attempt) for d in deltas if d.finish is not None])
                 result = msgspec.structs.replace(result, deltas=deltas)

@@ -5,6 +5,7 @@ Owns: the faults. Imports nothing of ours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -38,6 +39,15 @@ class FaultKind(StrEnum):
     MOVE_SOURCE_UNLINKED = "move_source_unlinked"
     """The links between the source and all routers break, and are made again."""
     MOVE_TARGET_UNLINKED = "move_target_unlinked"
+    MOVE_CLIENT_LEAVES = "move_client_leaves"
+    """The client of the request that moves goes away."""
+    MOVE_TARGET_DRAIN = "move_target_drain"
+    """The target is to take nothing new itself."""
+    MOVE_TURN_BACK = "move_turn_back"
+    """Its source takes work again, and its target drains in its stead."""
+    MOVE_CONTROLLER_RESTART = "move_controller_restart"
+    MOVE_RUSH = "move_rush"
+    """Urgent requests come, as many as run on two replicas: whatever is less urgent there is preempted."""
 
 
 class MovePoint(StrEnum):
@@ -79,8 +89,10 @@ class Fault:
     def __post_init__(self) -> None:
         """
         Raises:
-            ValueError: a time is negative, the share is no share, or a move goes wrong nowhere.
+            ValueError: a time is negative or endless, the share is no share, or a move goes wrong nowhere.
         """
+        if not all(map(math.isfinite, (self.at_s, self.for_s, self.delay_s))):
+            raise ValueError(f"{self.kind.value}: times must be finite")
         if min(self.at_s, self.for_s, self.delay_s) < 0 or self.number < 0:
             raise ValueError(f"{self.kind.value}: times and numbers must not be negative")
         if not 0 < self.share <= 1:

@@ -38,9 +38,9 @@ class MoveWatch:
         self._loop = loop
         self._between: dict[RequestId, tuple[ReplicaId, ReplicaId]] = {}
         """Source and target of what was moved last."""
-        self._armed: dict[MovePoint, list[Callable[[ReplicaId, ReplicaId], object]]] = {}
+        self._armed: dict[MovePoint, list[Callable[[RequestId, ReplicaId, ReplicaId], object]]] = {}
 
-    def arm(self, point: MovePoint, happens: Callable[[ReplicaId, ReplicaId], object]) -> None:
+    def arm(self, point: MovePoint, happens: Callable[[RequestId, ReplicaId, ReplicaId], object]) -> None:
         self._armed.setdefault(point, []).append(happens)
 
     def asked(self, request_id: RequestId, source: ReplicaId, target: ReplicaId) -> None:
@@ -49,7 +49,7 @@ class MoveWatch:
 
     def reached(self, point: MovePoint, request_id: RequestId) -> None:
         if (armed := self._armed.get(point)) and (between := self._between.get(request_id)) is not None:
-            self._loop.at(self._loop.now_s, armed.pop(0), *between)
+            self._loop.at(self._loop.now_s, armed.pop(0), request_id, *between)
 
 
 @dataclass(slots=True)

@@ -1,16 +1,18 @@
 """What a request's client may expect, and whether it got it.
 
-Owns: the objectives of each class, the time of a prompt alone, and the judgement of one record. Imports the step times.
-Pure. TTFT may take a fixed time and twice the request's own prefill: a longer prompt is allowed longer. Its own prefill is
-that of its prompt alone, in chunks of a step's budget, on an engine that does nothing else.
+Owns: the objectives of each class and their form on the command line, the time of a prompt alone, and the judgement of one
+record. Imports the step times. Pure. TTFT may take a fixed time and twice the request's own prefill: a longer prompt is allowed
+longer. Its own prefill is that of its prompt alone, in chunks of a step's budget, on an engine that does nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.types import Outcome
+from ops.errors import CommandError
 from ops.sim.step_time import Prefill, StepTimes, step_ms
 from ops.sim.values import RequestRecord
 
@@ -26,7 +28,28 @@ class Objective:
 
 
 OBJECTIVES: Mapping[str, Objective] = {"interactive": Objective(0.5, 0.03), "standard": Objective(2.0, 0.1)}
-"""By class; batch work has none."""
+"""By class, where no others are asked for; batch work has none."""
+
+
+def parse_objectives(texts: Sequence[str]) -> dict[str, Objective]:
+    """From `class=ttft:tpot`, milliseconds, several with commas between; a class that is not named keeps its own.
+
+    Raises:
+        CommandError: an entry has another form, or its class is none that has objectives.
+    """
+    objectives = dict(OBJECTIVES)
+    for entry in (e.strip() for text in texts for e in text.split(",")):
+        name, _, times = entry.partition("=")
+        ttft_ms, _, tpot_ms = times.partition(":")
+        if name not in OBJECTIVES:
+            raise CommandError(f"--slo: unknown class {name!r} in {entry!r}; one of {', '.join(OBJECTIVES)}")
+        try:
+            objectives[name] = Objective(float(ttft_ms) / 1000, float(tpot_ms) / 1000)
+        except ValueError as error:
+            raise CommandError(f"--slo: {entry!r}: write {name}=TTFT_MS:TPOT_MS, as {name}=500:30") from error
+        if not (0 < objectives[name].ttft_s < math.inf and 0 < objectives[name].tpot_s < math.inf):
+            raise CommandError(f"--slo: the times in {entry!r} must be above 0")
+    return objectives
 
 
 class OwnPrefill:

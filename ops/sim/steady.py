@@ -50,10 +50,8 @@ class SteadyEngine(Engine):
         super().__init__(config, backend, text_codec, eos_token_ids, cost)
         self._modelled = backend
         self._known = known and config.mode is BatchingMode.CONTINUOUS
-        self._told: dict[Identity, int] = {}
-        """The index after the last token that was told, of each attempt of which any was."""
-        self._untold: dict[Identity, Live] = {}
-        """Those with tokens that were not told, in the order in which these came."""
+        self._told: dict[Identity, tuple[Live, int]] = {}
+        """Of each attempt of which a token was told, the index after the last that was."""
         self._gained: list[Live] = []
         """Who has got a token in the last step and had one before."""
 
@@ -62,38 +60,34 @@ class SteadyEngine(Engine):
     def untold(self, *, step_runs: bool = False) -> tuple[TokenDelta, ...]:
         """Of each attempt the tokens that have not been told: they are now. `step_runs`: without those of the last step,
         whose time is not over."""
-        having, self._untold = self._untold, {}
-        if step_runs:
-            self._untold = {live.state.identity: live for live in self._gained}
-        deltas = (self._untold_of(live, identity in self._untold) for identity, live in having.items())
-        return tuple(delta for delta in deltas if delta is not None)
+        coming = {live.state.identity for live in self._gained} if step_runs else ()
+        deltas = [self._untold_of(identity, identity in coming) for identity in self._told]
+        return tuple([delta for delta in deltas if delta is not None])
 
     def untold_of(self, identity: Identity) -> TokenDelta | None:
         """The same of one, between two steps; None where there are none."""
-        live = self._untold.pop(identity, None)
-        return None if live is None else self._untold_of(live, False)
+        return self._untold_of(identity, False) if identity in self._told else None
 
-    def _untold_of(self, live: Live, one_coming: bool) -> TokenDelta | None:
-        identity = live.state.identity
-        start, end = self._told[identity], len(live.output) - one_coming
-        if start == end:
+    def _untold_of(self, identity: Identity, one_coming: bool) -> TokenDelta | None:
+        live, start = self._told[identity]
+        end = len(live.output) - one_coming
+        if start >= end:
             return None
-        self._told[identity] = end
+        self._told[identity] = live, end
         return TokenDelta(*identity, start, tuple(live.output[start:end]), ("",) * (end - start))
 
     def whole(self, end: TokenDelta) -> TokenDelta:
         """The end of an attempt with all of its tokens that were not told."""
-        identity = (end.request_id, end.attempt)
-        start, live = self._told.pop(identity, end.index), self._untold.pop(identity, None)
-        if live is None or start == end.index:
+        told = self._told.pop((end.request_id, end.attempt), None)
+        if told is None or told[1] == end.index:
             return end
+        live, start = told
         token_ids = tuple(live.output[start:])
         return msgspec.structs.replace(end, index=start, token_ids=token_ids, pieces=("",) * len(token_ids))
 
     def forget(self, identity: Identity) -> None:
         """Nothing more is told of it."""
         self._told.pop(identity, None)
-        self._untold.pop(identity, None)
 
     def abort(self, request_id: RequestId, attempt: int) -> bool:
         self.forget((request_id, attempt))
@@ -105,11 +99,10 @@ class SteadyEngine(Engine):
             return None
         identity = (delta.request_id, delta.attempt)
         if identity in self._told:
-            self._untold[identity] = part.live
             self._gained.append(part.live)
             return delta if delta.finish is not None else None
         if delta.finish is None:
-            self._told[identity] = delta.index + len(delta.token_ids)
+            self._told[identity] = part.live, delta.index + len(delta.token_ids)
         return delta
 
     # --- one step ---
@@ -129,7 +122,17 @@ class SteadyEngine(Engine):
         for chunk in chunks:
             state = chunk.sequence
             live = lives[state.identity]
-            if chunk.tokens == 1 and _goes_on(live):
+            output = live.output
+            # Known is a token that is neither its attempt's first nor its last.
+            if (
+                chunk.tokens == 1
+                and output
+                and output[-1] - 1 > END_TOKEN
+                and state.tokens - state.computed == 1
+                and state.tokens + 1 < state.limit_tokens
+                and live.scores is None
+                and len(output) > len(live.request.emitted_ids)
+            ):
                 if chunk.blocks:
                     memory.grow(state, chunk.blocks)
                     book.grown(state, chunk.blocks)
@@ -149,7 +152,7 @@ class SteadyEngine(Engine):
             self._count.steps += 1
             shed, made = [], iter(())
         deltas: list[TokenDelta] = []
-        size, untold, gained = self.config.block_size_tokens, self._untold, self._gained
+        size, gained = self.config.block_size_tokens, self._gained
         for turn in turns:
             if turn is None:
                 if (delta := self._commit_row(*next(made))) is not None:
@@ -157,7 +160,6 @@ class SteadyEngine(Engine):
                 continue
             state, output = turn.state, turn.output
             gained.append(turn)
-            untold[state.identity] = turn
             output.append(output[-1] - 1)
             state.yields = 0
             state.computed += 1
@@ -214,7 +216,6 @@ class SteadyEngine(Engine):
             tokens, blocks = state.tokens, state.blocks
             kept.extend((max(0, end - tokens + 1), 0, row) for end in _ends(blocks * size, tokens + steps - 1, size))
             kept.extend((end - tokens, 1, row) for end in _ends(-(-tokens // size) * size, tokens + steps, size))
-            self._untold[state.identity] = live
             self._advance(live, steps)
         for _, phase, row in sorted(kept):
             if phase == 0:
@@ -289,18 +290,6 @@ class SteadyEngine(Engine):
                 self.pool.table(live.state.identity)[live.registered], live.hashes.of(live.registered, live.tokens)
             )
             live.registered += 1
-
-
-def _goes_on(live: Live) -> bool:
-    """Whether the token that it decodes next is known: neither its attempt's first nor its last."""
-    output, state = live.output, live.state
-    return (
-        len(output) > len(live.request.emitted_ids)
-        and state.tokens - state.computed == 1
-        and output[-1] - 1 > END_TOKEN
-        and state.tokens + 1 < state.limit_tokens
-        and live.scores is None
-    )
 
 
 def _is_plain(config: EngineConfig) -> bool:

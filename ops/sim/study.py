@@ -6,21 +6,23 @@ simulator. Invariant: what is compared gets equal arrivals; a run is a function 
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from cluster.config import EngineConfig, Order
+from cluster.config import DEFAULT_CLASSES, EngineConfig, Order, PriorityClass, RouterConfig
 from ops.bench.lengths import Lengths
 from ops.bench.trace import TraceRequest
 from ops.errors import CommandError
 from ops.sim.bound import LeastTimes
 from ops.sim.faults import OF_MOVES, Fault, FaultKind, MovePoint
-from ops.sim.policies import POLICIES
+from ops.sim.objectives import OBJECTIVES, Objective
+from ops.sim.policies import LOAD_ONLY, POLICIES
 from ops.sim.policies.round_robin import RoundRobin
 from ops.sim.step_time import a100
-from ops.sim.values import SimConfig, SimResult
+from ops.sim.values import Arrival, Done, SimConfig, SimResult
 from ops.sim.workload import BATCH, Backlog, Mix, Span, arrivals, held_to_fill, recorded_rate_rps, weights
 from ops.sim.world import simulate
 
@@ -56,6 +58,7 @@ class Study:
     synchronised: bool = False
     batch: Batch | None = None
     routers: int = 1
+    objectives: Mapping[str, Objective] = field(default_factory=lambda: OBJECTIVES)
     faults: tuple[Fault, ...] = field(default=())
 
     @cached_property
@@ -96,6 +99,55 @@ class Study:
         mean_s = sum(self.work_s(*one) for one in lengths) / len(lengths)
         return done_s / mean_s / SATURATION_MEASURED_S
 
+    def done_s(self, done: Done) -> float:
+        """What it takes of a GPU to do that much of a request, in the best of steps and chunks.
+
+        One and the same measure for every mix: a token counts by its place in its request alone, for no less and hardly more
+        than its part of a full step. So all that is done in a second comes to no more than the GPUs there are, and what they
+        fall short of it was idle, or went into steps that were not full, cut chunks, padding, or computing anew.
+        """
+        decodes_s = self.least.decode_s(done.prompt_tokens, done.output_tokens) if done.output_tokens else 0.0
+        return self.least.chunks_s(done.cached_tokens, done.prompt_tokens) + decodes_s
+
+    @cached_property
+    def batch_only_gpus(self) -> float | None:
+        """GPUs of work (`done_s`) that one replica does with nothing but batch work; None where there is none.
+
+        More replicas do no more each: all have what they can take, and none helps another. It begins empty, as they do.
+        """
+        if self.batch is None:
+            return None
+        backlog = self.backlog(self.batch, 1, 0)
+        result = simulate(
+            backlog.first(),
+            SimConfig(model=self.model, engine=self.engine),
+            until_s=self.duration_s,
+            on_end=backlog.follow,
+        )
+        return sum(self.done_s(r.done) for r in result.requests if r.done is not None) / self.duration_s
+
+    def measure(self) -> None:
+        """What all runs need to know of one replica, so that none has to find it out."""
+        if self.load is not None:
+            _ = self.saturated_rps
+        _ = self.batch_only_gpus
+
+    def backlog(self, batch: Batch, replicas: int, seed: int) -> Backlog:
+        """As much batch work as fills so many replicas, and what waits beside."""
+        engine = self.engine
+        pool_tokens = engine.blocks * engine.block_size_tokens
+        held = held_to_fill(batch.lengths, engine.slots, pool_tokens, replicas, batch.waiting)
+        return Backlog(batch.lengths, held, seed, until_s=self.duration_s)
+
+    def arrivals(self, one: Run) -> Iterator[Arrival]:
+        """What comes from the trace.
+
+        Raises:
+            CommandError: the trace has too little.
+        """
+        span = Span(self.duration_s, self.rate_rps(one.replicas), self.synchronised)
+        return arrivals(self.requests, self.mix, span, one.seed)
+
     def rate_rps(self, replicas: int) -> float:
         if self.load is None:
             return self.times * recorded_rate_rps(self.requests)
@@ -118,15 +170,13 @@ def run(study: Study, one: Run, progress: Callable[[float], None] | None = None)
         CommandError: the trace or the faults do not allow it.
     """
     config = sim_config(study, one.replicas)
-    span = Span(study.duration_s, study.rate_rps(one.replicas), study.synchronised)
-    coming = arrivals(study.requests, study.mix, span, one.seed)
+    if one.policy == LOAD_ONLY:
+        config = replace(config, router=config.router.model_copy(update={"affinity_weight": 0.0}))
+    coming: Iterable[Arrival] = study.arrivals(one)
     backlog = None
     if study.batch is not None:
-        pool_tokens = study.engine.blocks * study.engine.block_size_tokens
-        lengths = study.batch.lengths
-        held = held_to_fill(lengths, study.engine.slots, pool_tokens, one.replicas, study.batch.waiting)
-        backlog = Backlog(lengths, held, one.seed, until_s=study.duration_s)
-        coming = [*backlog.first(), *coming]
+        backlog = study.backlog(study.batch, one.replicas, one.seed)
+        coming = heapq.merge(backlog.first(), coming, key=lambda one: one.at_s)
     return simulate(
         coming,
         config,
@@ -135,6 +185,7 @@ def run(study: Study, one: Run, progress: Callable[[float], None] | None = None)
         progress=progress,
         on_end=None if backlog is None else backlog.follow,
         not_awaited=None if backlog is None else BATCH,
+        counted_at_s=study.duration_s,
     )
 
 
@@ -145,10 +196,23 @@ def sim_config(study: Study, replicas: int) -> SimConfig:
     """
     try:
         return SimConfig(
-            model=study.model, replicas=replicas, routers=study.routers, engine=study.engine, faults=study.faults
+            model=study.model,
+            replicas=replicas,
+            routers=study.routers,
+            engine=study.engine,
+            router=RouterConfig(classes=tuple(_with_objective(c, study.objectives) for c in DEFAULT_CLASSES)),
+            faults=study.faults,
         )
     except ValueError as error:
         raise CommandError(f"--faults: {error}") from error
+
+
+def _with_objective(one: PriorityClass, objectives: Mapping[str, Objective]) -> PriorityClass:
+    """The router knows what is judged: a request is to be begun within its class's TTFT, its own prompt apart."""
+    objective = objectives.get(one.name)
+    if objective is None:
+        return one
+    return one.model_copy(update={"longest_wait_s": objective.ttft_s, "first_token_slo_s": objective.ttft_s})
 
 
 def parse_faults(texts: Sequence[str]) -> tuple[Fault, ...]:

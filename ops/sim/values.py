@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from cluster.config import ControlConfig, EngineConfig, RouterConfig, TransportConfig
 from cluster.engine.scheduling.sequence import Identity
@@ -167,6 +167,16 @@ class SimConfig:
                 raise ValueError(f"{fault.kind.value}: there is no number {fault.number}")
 
 
+class Done(NamedTuple):
+    """What has been computed of a request: of its prompt from here to there, and of its output."""
+
+    cached_tokens: int
+    """Found in a cache."""
+    prompt_tokens: int
+    """With these."""
+    output_tokens: int
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request, as its client saw it, and what its engines did with it."""
@@ -182,12 +192,18 @@ class RequestRecord:
     tokens: int = 0
     """That came."""
     cached_tokens: int = 0
+    """Of its prompt, what was found computed for others: what it had computed itself, and finds where it is sent again, is
+    none of that."""
     preemptions: int = 0
     recomputed_tokens: int = 0
     replicas: tuple[ReplicaId, ...] = ()
     """That it was sent to, in order."""
     outcome: Outcome | None = None
     """None: it has not ended."""
+    shared_tokens: int = 0
+    """Of its prompt, what others have, too."""
+    done: Done | None = None
+    """By the moment that was counted at; None: it came later."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +214,8 @@ class SimResult:
     events: int
     invariant_violations: list[str]
     virtual_s: float
+    counted_s: float
+    """When it was counted what had been done (`RequestRecord.done`)."""
     cpu_s: float
     steps: int
     tokens: int
@@ -209,6 +227,8 @@ class SimResult:
     urgent_blocked: int
     moves: Mapping[str, int] = field(default_factory=dict)
     """By what came of them (`router.moving.MoveOutcome`)."""
+    move_pauses_s: tuple[float, ...] = ()
+    """Of each request that moved: from the word that it stands still to its first token elsewhere, as its router saw it."""
 
     @property
     def sim_over_real(self) -> float:

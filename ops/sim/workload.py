@@ -28,11 +28,16 @@ from ops.bench.lengths import Lengths
 from ops.bench.schedule import parse_classes
 from ops.bench.trace import MOONCAKE_BLOCK_TOKENS, TraceRequest
 from ops.errors import CommandError
+from ops.sim.backend import FILLER_TOKEN
 from ops.sim.values import Arrival, RequestRecord
 
 BATCH = "batch"
 MAX_COPIES = 20_000
+MAX_ARRIVALS = 10_000_000
 REFUSED_AGAIN_S = 1.0
+FILL_FROM_S = 0.2
+FILL_FOR_S = 1.0
+"""In which a backlog fills an empty cluster."""
 _LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
 
 
@@ -95,6 +100,18 @@ def weights(requests: Sequence[TraceRequest], mix: Mix) -> list[float]:
     return [by_service[request.service] for request in requests]
 
 
+def fitting_lengths(lengths: Sequence[Lengths], max_model_len: int) -> tuple[Lengths, ...]:
+    """Those of batch requests that the model has room for.
+
+    Raises:
+        CommandError: it has room for none.
+    """
+    kept = tuple(one for one in lengths if sum(one) <= max_model_len)
+    if not kept:
+        raise CommandError(f"--batch: no request has at most {max_model_len} tokens, which is the model's longest")
+    return kept
+
+
 def fitting(requests: Sequence[TraceRequest], max_model_len: int) -> tuple[TraceRequest, ...]:
     """Those that the model has room for.
 
@@ -126,14 +143,32 @@ def _period_s(requests: Sequence[TraceRequest]) -> float:
     return recorded_s * len(requests) / (len(requests) - 1) if recorded_s else 1.0
 
 
-def arrivals(requests: Sequence[TraceRequest], mix: Mix, span: Span, seed: int) -> list[Arrival]:
-    """`span.rate_rps` x `span.duration_s` arrivals, of each service its share of them.
+def arrivals(requests: Sequence[TraceRequest], mix: Mix, span: Span, seed: int) -> Iterator[Arrival]:
+    """`span.rate_rps` x `span.duration_s` arrivals, of each service its share of them. Each is made when it is taken: their
+    prompts together may be more than there is room for.
 
     Raises:
-        CommandError: of some service too little was recorded to draw so many from.
+        CommandError: of some service too little was recorded to draw so many from, or they would be none, or too many.
     """
+    drawn, tokens = _drawn(requests, mix, span, seed), _BlockTokens()
+    return (
+        _arrival(requests[index], mix, at_s, tokens.of(copy, requests[index]), RequestId(f"{number:07}"))
+        for number, (at_s, copy, index) in enumerate(drawn)
+    )
+
+
+def _drawn(requests: Sequence[TraceRequest], mix: Mix, span: Span, seed: int) -> list[tuple[float, int, int]]:
+    """(when, of which copy, which request), in order."""
     rng = random.Random(seed)
     wanted = _wanted(requests, mix, span)
+    if not any(wanted.values()):
+        raise CommandError(
+            f"--trace: no request arrives in {span.duration_s:g} s; lengthen --duration, or raise --times"
+        )
+    if (total := sum(wanted.values())) > MAX_ARRIVALS:
+        raise CommandError(
+            f"--duration: {total:,} requests would arrive, more than {MAX_ARRIVALS:,}; shorten it, or lower the load"
+        )
     copies = _turned(requests, span, rng)
     candidates: dict[str, list[tuple[float, int, int]]] = {service: [] for service in wanted}
     for copy in range(MAX_COPIES):
@@ -149,11 +184,7 @@ def arrivals(requests: Sequence[TraceRequest], mix: Mix, span: Span, seed: int) 
             f"--trace: {MAX_COPIES} copies have too few requests of service {short[0]!r} in {span.duration_s:g} s; "
             "lengthen --duration, lower its share, or leave --synchronised out"
         )
-    drawn = sorted(one for service, n in wanted.items() for one in rng.sample(candidates[service], n))
-    return [
-        _arrival(requests[index], mix, at_s, copy, RequestId(f"{number:07}"))
-        for number, (at_s, copy, index) in enumerate(drawn)
-    ]
+    return sorted(one for service, n in wanted.items() for one in rng.sample(candidates[service], n))
 
 
 def _wanted(requests: Sequence[TraceRequest], mix: Mix, span: Span) -> dict[str, int]:
@@ -184,30 +215,39 @@ def _turned(requests: Sequence[TraceRequest], span: Span, rng: random.Random) ->
         yield copy
 
 
-def _arrival(request: TraceRequest, mix: Mix, at_s: float, copy: int, request_id: RequestId) -> Arrival:
+def _arrival(
+    request: TraceRequest, mix: Mix, at_s: float, prefix_ids: tuple[int, ...], request_id: RequestId
+) -> Arrival:
     return Arrival(
         at_s=at_s,
         request_id=request_id,
         prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,
         priority_class=mix.classes[request.service],
-        prefix_ids=_prefix_ids(request, copy),
+        prefix_ids=prefix_ids,
     )
 
 
-def _prefix_ids(request: TraceRequest, copy: int) -> tuple[int, ...]:
-    """The tokens of its recorded blocks: equal blocks are equal tokens, in one copy alone. The prompt's last is its own."""
-    shared = min(len(request.block_ids) * MOONCAKE_BLOCK_TOKENS, request.prompt_tokens - 1)
-    whole = -(-shared // MOONCAKE_BLOCK_TOKENS)
-    ids = [
-        token for block in request.block_ids[:whole] for token in (_block_token(copy, block),) * MOONCAKE_BLOCK_TOKENS
-    ]
-    return tuple(ids[:shared])
+class _BlockTokens:
+    """The tokens of recorded blocks: equal blocks are equal tokens, in one copy alone."""
 
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
 
-def _block_token(copy: int, block: int) -> int:
-    """One number for each pair: along the diagonals of their table."""
-    return (copy + block) * (copy + block + 1) // 2 + block + 2
+    def of(self, copy: int, request: TraceRequest) -> tuple[int, ...]:
+        """Those that a prompt begins with; its last is its own."""
+        shared = min(len(request.block_ids) * MOONCAKE_BLOCK_TOKENS, request.prompt_tokens - 1)
+        whole = -(-shared // MOONCAKE_BLOCK_TOKENS)
+        ids = [
+            token
+            for block in request.block_ids[:whole]
+            for token in (self._number(copy, block),) * MOONCAKE_BLOCK_TOKENS
+        ]
+        return tuple(ids[:shared])
+
+    def _number(self, copy: int, block: int) -> int:
+        """Of one block, beyond what tokens mean to the modelled backend; as few as there are, for ids have an end."""
+        return self._numbers.setdefault((copy, block), len(self._numbers) + 1 + FILLER_TOKEN)
 
 
 # --- batch work that is always there ---
@@ -259,7 +299,8 @@ class Backlog:
         self._number = 0
 
     def first(self) -> list[Arrival]:
-        return [self._next(0.0) for _ in range(self._held)]
+        """One after the other, once replicas have reported: all at once they would be more than a router's queue may hold."""
+        return [self._next(FILL_FROM_S + FILL_FOR_S * number / self._held) for number in range(self._held)]
 
     def follow(self, record: RequestRecord, now_s: float) -> Iterable[Arrival]:
         """What comes when a request has ended. One that was refused comes again later: it would be refused at once."""

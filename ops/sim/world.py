@@ -23,10 +23,11 @@ from prometheus_client import CollectorRegistry
 
 from cluster import metrics as names
 from cluster.messages import RosterEntry
-from cluster.types import ReplicaId
+from cluster.types import ReplicaId, RequestId
 from ops.sim.checks import check_empty, check_replicas, check_routers
 from ops.sim.clients import Clients
 from ops.sim.controller import SimController
+from ops.sim.done import note_done
 from ops.sim.events import VirtualLoop
 from ops.sim.faults import Fault, FaultKind
 from ops.sim.links import MoveWatch, Weather
@@ -42,6 +43,8 @@ from router.routing import NO_FAVOUR, Need, Placement
 
 TICK_S = 0.1
 """Routers tick so often."""
+RUSH_TOKENS = 100
+"""Prompt and output of each request of a rush."""
 CHECKED_AT_ONCE = 4
 """Replicas whose books are checked in one full check, in turns; at the end all are."""
 VIOLATIONS_MAX = 100
@@ -60,6 +63,7 @@ def simulate(
     log: BinaryIO | None = None,
     on_end: OnEnd | None = None,
     not_awaited: str | None = None,
+    counted_at_s: float | None = None,
 ) -> SimResult:
     """Run until all requests have ended, or until `until_s`.
 
@@ -71,6 +75,7 @@ def simulate(
         log: Takes the event log.
         on_end: Told each request that has ended, and when; what it returns arrives, too.
         not_awaited: A class whose requests need not have ended.
+        counted_at_s: When it is counted what has been done of each request; None, or if it has ended before: at the end.
 
     Raises:
         ValueError: an arrival cannot be.
@@ -78,7 +83,7 @@ def simulate(
     world = World(config, policy, seed, log, on_end, not_awaited)
     began_s = time.process_time()
     with world.loop.running():
-        world.begin()
+        world.begin(counted_at_s)
         world.run(arrivals, until_s, progress)
     return world.result(time.process_time() - began_s)
 
@@ -105,6 +110,7 @@ class World:
         )
         self._registries = [CollectorRegistry() for _ in range(config.routers)]
         self._policies = [] if policy is None else [policy() for _ in range(config.routers)]
+        self._pauses_s: list[float] = []
         self._cores = [self._core(k) for k in range(config.routers)]
         self._sequences = [[itertools.count(1) for _ in range(config.replicas)] for _ in self._cores]
         self._watch = MoveWatch(self.loop)
@@ -115,13 +121,20 @@ class World:
         self._silent: list[Incarnation] = []
         """Of those that are gone, those whose node was lost."""
         control = config.control if policy is None else None
-        self._controller = SimController(self._cores, config.model, control, self.loop, config.link_delay_s, self._log)
+        self._controller = SimController(
+            self._cores, config.model, control, self.loop, config.link_delay_s, self._log, self._weigh
+        )
         self._slow_share = 0.0
         self._violations: list[str] = []
+        self._counted_s: float | None = None
         self._turns = 0
         self._ended_s = 0.0
         """When a request ended last."""
         self._arriving = True
+
+    def _weigh(self, for_s: float) -> None:
+        for one in self._replicas.values():
+            one.server.weigh(for_s)
 
     def _rng(self, name: str) -> random.Random:
         return random.Random(f"{self._seed}/{name}")
@@ -131,6 +144,7 @@ class World:
         config = self._config.router
         if self._policies:  # how often its requests move is its own affair
             config = config.model_copy(update={"request_rest_s": 0.0})
+        vars(metrics)["move_paused"] = self._pauses_s.append
         core = RouterCore(config, self.loop, rng, metrics)
         if self._policies:
             # Where a baseline differs from production: here, and in what it has moved.
@@ -139,7 +153,7 @@ class World:
 
     # --- the beginning ---
 
-    def begin(self) -> None:
+    def begin(self, counted_at_s: float | None = None) -> None:
         """Replicas and routers are there, and meet."""
         loop, phases = self.loop, self._rng("phases")
         for number in range(self._config.replicas):
@@ -154,6 +168,8 @@ class World:
             loop.at(0.0, Migrator(migrating, self._cores, self._alive, loop, delay_s, self._log).tick)
         for fault in self._config.faults:
             loop.at(fault.at_s, self._go_wrong, fault)
+        if counted_at_s is not None:
+            loop.at(counted_at_s, self._count)
 
     def _come_up(self, number: int, generation: int) -> None:
         self._log.say("up", number, generation)
@@ -284,13 +300,18 @@ class World:
                 | FaultKind.MOVE_LINK_BREAK
                 | FaultKind.MOVE_SOURCE_UNLINKED
                 | FaultKind.MOVE_TARGET_UNLINKED
+                | FaultKind.MOVE_CLIENT_LEAVES
+                | FaultKind.MOVE_TARGET_DRAIN
+                | FaultKind.MOVE_TURN_BACK
+                | FaultKind.MOVE_CONTROLLER_RESTART
+                | FaultKind.MOVE_RUSH
             ):
                 assert fault.point is not None
                 self._watch.arm(fault.point, partial(self._move_goes_wrong, fault))
             case _:
                 assert_never(fault.kind)
 
-    def _move_goes_wrong(self, fault: Fault, source_id: ReplicaId, target_id: ReplicaId) -> None:
+    def _move_goes_wrong(self, fault: Fault, request_id: RequestId, source_id: ReplicaId, target_id: ReplicaId) -> None:
         source, target = self._named(source_id), self._named(target_id)
         self._log.say("fault", fault.kind.value, fault.point, source_id, target_id)
         back_s = self.loop.now_s + fault.for_s
@@ -306,6 +327,21 @@ class World:
                 self._unlink(source, back_s)
             case FaultKind.MOVE_TARGET_UNLINKED:
                 self._unlink(target, back_s)
+            case FaultKind.MOVE_CLIENT_LEAVES:
+                for core in self._cores:
+                    core.cancel(request_id)  # one has it
+            case FaultKind.MOVE_TARGET_DRAIN:
+                self._drain([target], back_s)
+            case FaultKind.MOVE_TURN_BACK:
+                source.take_work(True)
+                self._drain([target], back_s)
+            case FaultKind.MOVE_CONTROLLER_RESTART:
+                self._controller.stop()
+                self.loop.at(back_s, self._controller.start)
+            case FaultKind.MOVE_RUSH:
+                now_s, tokens = self.loop.now_s, RUSH_TOKENS
+                for number in range(2 * self._config.engine.slots):
+                    self._arrive(Arrival(now_s, RequestId(f"rush-{number}"), tokens, tokens, "interactive"), None)
             case _:
                 raise AssertionError(f"{fault.kind} does not happen to a move")
 
@@ -354,8 +390,14 @@ class World:
         self._violations.extend(f"{self.loop.now_s:.6f} s: {what}" for what in found)
         del self._violations[VIOLATIONS_MAX:]
 
+    def _count(self) -> float:
+        self._counted_s = self.loop.now_s
+        note_done(self._clients.records, self._cores, self._alive())
+        return self._counted_s
+
     def result(self, cpu_s: float) -> SimResult:
         self._check(len(self._replicas))
+        counted_s = self._count() if self._counted_s is None else self._counted_s
         lives = [*self._replicas.values(), *self._gone]
         loads = [one.runner.progress().load for one in lives]
         prefill_tokens = sum(one.engine.load().prefill_tokens_total for one in lives)
@@ -368,6 +410,7 @@ class World:
             events=self.loop.events,
             invariant_violations=[*self._clients.violations, *self._violations, *self.loop.failures][:VIOLATIONS_MAX],
             virtual_s=self.loop.now_s,
+            counted_s=counted_s,
             cpu_s=cpu_s,
             steps=sum(load.steps_total for load in loads),
             tokens=sum(load.tokens_total for load in loads),
@@ -377,6 +420,7 @@ class World:
             recomputed_tokens=max(0, prefill_tokens - once),
             urgent_blocked=sum(load.urgent_blocked_total for load in loads),
             moves={outcome.value: self._moved(outcome) for outcome in MoveOutcome},
+            move_pauses_s=tuple(self._pauses_s),
         )
 
     def _moved(self, outcome: MoveOutcome) -> int:

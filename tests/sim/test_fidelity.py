@@ -143,6 +143,7 @@ def test_the_report_compares_medians_over_the_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the replica needs a core of its own")
 def test_a_real_replica_with_steps_of_a_stated_length_does_what_is_predicted_within_a_factor_of_two(
     tmp_path: Path,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from cluster.config import ControlConfig
 from cluster.messages import MoveAbort, MoveBlocks
 from cluster.types import Outcome, RequestId
 from ops.sim.events import VirtualLoop
@@ -78,6 +80,7 @@ def test_a_moved_stream_is_late_by_less_than_two_steps_and_computes_nothing_agai
     moves, lines = _logged(arrivals, replace(config, faults=(Fault(1.5, FaultKind.DRAIN, 30.0, number=_where(stays)),)))
     assert moves.moves["moved"] == 1
     assert moves.recomputed_tokens == 0
+    [pause_s] = moves.move_pauses_s
     late_s = (moves.requests[0].end_s or 0.0) - (stays.requests[0].end_s or 0.0)
     times = a100().models["llama-3-8b"]
     longest_step_s = (times.ms[0] + times.ms_per_context_token * 4400 + 1) / 1000
@@ -85,6 +88,7 @@ def test_a_moved_stream_is_late_by_less_than_two_steps_and_computes_nothing_agai
     blocks = 4400 / config.engine.block_size_tokens
     copies_s = blocks * config.engine.block_size_tokens * times.kv_bytes_per_token / a100().copy_bytes_per_s
     assert 0 < late_s < 2 * longest_step_s + copies_s
+    assert 0 < pause_s < 2 * longest_step_s + copies_s
     [moved_s] = [float(line[0]) for line in lines if line[1] == "moved"]
     assert moved_s - 1.5 > 4000 * times.kv_bytes_per_token / a100().network_bytes_per_s
 
@@ -148,6 +152,67 @@ def test_whatever_is_lost_at_whatever_point_of_a_move_every_stream_is_whole(kind
     assert any(line[1:4] == ["fault", kind, point] for line in lines), "it did not happen"
     assert all(r.outcome is Outcome.FINISHED and r.tokens == OUTPUT_TOKENS for r in result.requests)
     assert result.invariant_violations == []
+
+
+@pytest.mark.parametrize("point", MovePoint)
+@pytest.mark.parametrize("kind", [FaultKind.MOVE_CLIENT_LEAVES, FaultKind.MOVE_TARGET_DRAIN, FaultKind.MOVE_TURN_BACK])
+def test_whoever_leaves_or_drains_at_whatever_point_of_a_move_every_other_stream_is_whole_and_nothing_is_computed_again(
+    kind: FaultKind, point: MovePoint
+) -> None:
+    faults = (Fault(0.6, FaultKind.DRAIN, 3.0), Fault(0.6, kind, 0.7, point=point))
+    result, lines = _logged(_residents(10), _roomy(3, faults=faults))
+    assert any(line[1:4] == ["fault", kind, point] for line in lines), "it did not happen"
+    left = [r for r in result.requests if r.outcome is Outcome.CANCELLED]
+    assert len(left) == (kind is FaultKind.MOVE_CLIENT_LEAVES)
+    rest = [r for r in result.requests if r not in left]
+    assert all(r.outcome is Outcome.FINISHED and r.tokens == OUTPUT_TOKENS for r in rest)
+    assert result.recomputed_tokens == 0
+    assert result.invariant_violations == []
+
+
+@pytest.mark.parametrize("point", MovePoint)
+@pytest.mark.parametrize("kind", [FaultKind.MOVE_CONTROLLER_RESTART, FaultKind.MOVE_RUSH])
+def test_whether_its_controller_dies_or_it_is_preempted_at_whatever_point_of_a_move_every_stream_is_whole(
+    kind: FaultKind, point: MovePoint
+) -> None:
+    """The controller evens out what runs, as one of two replicas is away until all runs on the other."""
+    lesser = [replace(one, priority_class="batch", output_tokens=400) for one in _residents(12)]
+    faults = (Fault(0.02, FaultKind.REPLICA_DEATH, 0.5), Fault(0.6, kind, 0.7, point=point))
+    config = _roomy(2, faults=faults, control=ControlConfig(move_value_s=0.001, move_pause_s=0.001, move_block_s=0.0))
+    result, lines = _logged(lesser, config)
+    assert any(line[1:4] == ["fault", kind, point] for line in lines), "it did not happen"
+    assert (result.preemptions > 0) is (kind is FaultKind.MOVE_RUSH)
+    assert all(r.outcome is Outcome.FINISHED and r.tokens == r.output_tokens for r in result.requests)
+    if kind is FaultKind.MOVE_CONTROLLER_RESTART:
+        assert result.recomputed_tokens == 0
+    assert result.invariant_violations == []
+
+
+def test_whatever_ends_by_itself_while_it_is_asked_for_begun_or_copied_ends_as_it_would_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streams of all lengths, so that some end at each of these points; from the freeze on none can before it has moved."""
+    came: dict[RequestId, list[tuple[float, MovePoint]]] = {}
+    reached = MoveWatch.reached
+
+    def noted(watch: MoveWatch, point: MovePoint, request_id: RequestId) -> None:
+        came.setdefault(request_id, []).append((watch._loop.now_s, point))
+        reached(watch, point, request_id)
+
+    monkeypatch.setattr(MoveWatch, "reached", noted)
+    ended_at = Counter[MovePoint]()
+    for tenth in range(8):
+        came.clear()
+        arrivals = [Arrival(0.1 + k / 100, RequestId(f"r{k}"), 100, 15 + k) for k in range(45)]
+        result, _ = _logged(arrivals, _roomy(3, faults=(Fault(0.55 + tenth / 10, FaultKind.DRAIN, 3.0),)))
+        assert all(r.outcome is Outcome.FINISHED and r.tokens == r.output_tokens for r in result.requests)
+        assert (result.recomputed_tokens, result.invariant_violations) == (0, [])
+        for r in result.requests:
+            points = [point for at_s, point in came.get(r.request_id, ()) if at_s <= (r.end_s or 0.0)]
+            ended_at.update(points[-1:])
+        assert result.moves["moved"] + result.moves["ended"] == sum(result.moves.values())
+    assert ended_at.keys() >= {MovePoint.BEGUN, MovePoint.COPIED}
+    assert not ended_at.keys() & {MovePoint.STATED, MovePoint.FROZEN, MovePoint.GRANTED}
 
 
 @pytest.mark.parametrize("point", [MovePoint.BEGUN, MovePoint.COPIED])

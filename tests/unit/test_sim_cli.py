@@ -30,10 +30,24 @@ def written(path: Path) -> dict[str, Any]:
     ("arguments", "says"),
     [
         (("--gpu", "h100"), "--gpu: 'h100' is none of a100-llama3-8b"),
-        (("--policy", "best"), "--policy: 'best' is none of forebay, round-robin"),
+        (("--policy", "best"), "--policy: 'best' is none of forebay, load-only, round-robin"),
         (("--policy", "forebay,forebay"), "names one twice"),
         (("--replicas", "many"), "--replicas: 'many' is no number"),
         (("--replicas", "0"), "--replicas: '0': each at least 1"),
+        (("--replicas", "1000000"), "at most 10,000"),
+        (("--replicas", "1-1000000000000"), "more than 100 sizes"),
+        (("--duration", "inf"), "'--duration': Input should be less than or equal to 86400"),
+        (("--times", "inf"), "'--times': Input should be less than or equal to 100000"),
+        (("--times", "100000", "--duration", "86400"), "requests would arrive, more than 10,000,000"),
+        (("--times", "0.001", "--duration", "1"), "no request arrives in 1 s; lengthen --duration, or raise --times"),
+        (("--routers", "1000000"), "'--routers': Input should be less than or equal to 64"),
+        (("--batch-waiting", "1000000000"), "'--batch-waiting': Input should be less than or equal to 100000"),
+        (("--budget", "1000000000"), "'--budget': Input should be less than or equal to 16384"),
+        (("--faults", "replica_death@nan+2:0"), "times must be finite"),
+        (("--faults", "replica_death@1+inf:0"), "times must be finite"),
+        (("--faults", "replica_death@61+1:0"), "replica_death@61: requests arrive for 60 s (--duration)"),
+        (("--replicas", "4-2"), "--replicas: '4-2': each at least 1"),
+        (("--replicas", "1-3,2"), "and none twice"),
         (("--replicas", "2,4", "--load", "0.9"), "--load: it grows with the replicas"),
         (("--load", "0.9", "--times", "2"), "--times: with --load"),
         (("--faults", "flood@1+2"), "--faults: unknown kind 'flood'"),
@@ -42,7 +56,13 @@ def written(path: Path) -> dict[str, Any]:
         (("--faults", "move_source_death@1+2:halfway"), "'halfway' is not a valid MovePoint"),
         (("--faults", "replica_death@1+2:7", "--replicas", "2"), "--faults: replica_death: there is no number 7"),
         (("--classes", "code"), "--classes: 'code' is not of the form"),
+        (("--slo", "batch=1:2"), "--slo: unknown class 'batch'"),
+        (("--slo", "standard=fast"), "write standard=TTFT_MS:TPOT_MS"),
+        (("--slo", "standard=500:0"), "must be above 0"),
         (("--batch", "/nowhere.csv"), "--batch: /nowhere.csv cannot be read"),
+        (("--plot", TRACE), f"--plot: {TRACE} is what the simulation reads; name another file"),
+        (("--json", TRACE), f"--json: {TRACE} is what the simulation reads; name another file"),
+        (("--plot", "/"), "--plot: / is a folder; name a file"),
         (("--plot", "/nowhere/x.png"), "--plot: the folder /nowhere does not exist"),
         (("--json", "/nowhere/x.json"), "--json: the folder /nowhere does not exist"),
     ],
@@ -102,6 +122,53 @@ def test_several_sizes_and_policies_stand_side_by_side(capsys: pytest.CaptureFix
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_study_that_was_not_finished_is_gone_on_with_and_one_of_other_settings_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "study.json"
+    command = ("--replicas", "1", "--duration", "3", "--seeds", "3", "--jobs", "1", "--json", str(file))
+    assert simulated(capsys, *command)[0] == 0
+    whole = written(file)
+    assert (whole["context"]["runs"], whole["context"]["runs_done"]) == (3, 3)
+    assert [run["seed"] for run in whole["runs"]] == [0, 1, 2]
+
+    # As it was after its first run, whose figure is marked.
+    first = {**whole["runs"][0], "rows": [{"name": "mark", "value": 7.0, "unit": "x"}]}
+    file.write_text(json.dumps({**whole, "runs": [first]}))
+    code, _, said = simulated(capsys, *command)
+    assert code == 0
+    assert "has 1 of 3 runs: going on with the others" in said
+    document = written(file)
+    assert document["context"]["event_log_sha256"] == whole["context"]["event_log_sha256"]
+    assert document["runs"][0] == first
+    assert [run["rows"][0]["name"] for run in document["runs"][1:]] == [whole["runs"][0]["rows"][0]["name"]] * 2
+
+    file.write_text(json.dumps({**whole, "runs": [first]}))
+    for other in (("--duration", "4"), ("--seeds", "2"), ("--times", "2")):
+        code, _, said = simulated(capsys, *command, *other)
+        assert code == 2
+        assert "has 1 of 3 runs of a study with other settings" in said
+    assert written(file)["runs"] == [first]
+
+    file.write_text(json.dumps(whole))  # a study that is finished is begun anew
+    assert simulated(capsys, *command)[0] == 0
+    assert written(file)["runs"][0]["rows"] != [first]
+
+
+def test_the_answer_to_how_many_are_needed_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "sizes.png"
+    sizes = ("--replicas", "1-2", "--times", "30", "--duration", "5", "--jobs", "1", "--plot", str(plot))
+    _, out, _ = simulated(capsys, *sizes, "--goal", "0")
+    assert out.splitlines()[-1].startswith(
+        "1 replica (a100-llama3-8b) is enough, fewer were not tried: 0 % of each class's"
+    )
+    _, out, _ = simulated(capsys, "--replicas", "1", "--times", "60", "--duration", "5", "--goal", "100")
+    assert out.splitlines()[-1].startswith(
+        "Not enough: 100 % of each class's requests meet their objectives with none of 1 "
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_replica_that_dies_or_drains_costs_no_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "fault.json"
     code, _, _ = simulated(
@@ -121,4 +188,18 @@ def test_a_chart_that_cannot_be_written_is_told_by_its_option(tmp_path: Path) ->
     with pytest.raises(CommandError, match="--plot: "):
         draw_waits({"a": [1.0]}, "waits", tmp_path)
     with pytest.raises(CommandError, match="--plot: "):
-        draw_attainment({"a": [(1, 9.0)]}, "sizes", tmp_path)
+        draw_attainment({"a": [(1, 9.0)]}, 99.0, "sizes", tmp_path)
+
+
+def test_batch_requests_that_the_model_has_no_room_for_are_left_out_and_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n16000,385\n")
+    code, _, err = simulated(capsys, "--batch", str(lengths))
+    assert (code, "--batch: no request has at most 16384 tokens" in err) == (2, True)
+    with lengths.open("a") as file:
+        file.write("16000,384\n")
+    code, _, err = simulated(capsys, "--replicas", "1", "--duration", "2", "--times", "4", "--batch", str(lengths))
+    assert code == 0
+    assert "1 requests are longer than the model's 16384 tokens and left out" in err

@@ -11,8 +11,8 @@ from cluster.types import Outcome, RequestId
 from ops.bench.lengths import Lengths
 from ops.bench.trace import TraceRequest
 from ops.report import ReportRow
-from ops.sim.objectives import OBJECTIVES, OwnPrefill, is_good
-from ops.sim.report import figures, over_seeds, prefixed
+from ops.sim.objectives import OBJECTIVES, OwnPrefill, is_good, parse_objectives
+from ops.sim.report import fewest, figures, over_seeds, prefixed
 from ops.sim.step_time import Prefill, a100, step_ms
 from ops.sim.study import Batch, Run, Study, run
 from ops.sim.values import RequestRecord, SimResult, default_engine
@@ -56,6 +56,7 @@ def result(*records: RequestRecord) -> SimResult:
         events=0,
         invariant_violations=[],
         virtual_s=20.0,
+        counted_s=10.0,
         cpu_s=10.0,
         steps=0,
         tokens=33,
@@ -65,6 +66,7 @@ def result(*records: RequestRecord) -> SimResult:
         recomputed_tokens=5,
         urgent_blocked=0,
         moves={"moved": 7, "refused": 2},
+        move_pauses_s=(0.04, 0.02, 0.03),
     )
 
 
@@ -104,16 +106,37 @@ def test_goodput_is_the_good_by_the_duration_and_what_had_no_token_is_counted_ap
     assert told["recomputed_token_pct"] == pytest.approx(100 * 5 / (400 + 33))
     assert told["tokens_per_s"] == pytest.approx(33 / 20)
     assert [told[name] for name in ("migrations", "migrations_refused", "migrations_failed")] == [7, 2, 0]
+    assert told["migration_pause_p50_ms"] == pytest.approx(30)
     assert "standard.requests" not in told
 
 
-def test_batch_work_is_counted_while_requests_arrive_and_in_gpus() -> None:
+def test_other_objectives_are_what_is_judged_by_and_a_class_that_is_not_named_keeps_its_own() -> None:
+    strict = parse_objectives(["interactive=100:30"])
+    assert strict["standard"] == OBJECTIVES["standard"]
+    records = [record("a", ttft_s=0.09), record("b", ttft_s=0.2), record("c", ttft_s=0.2, priority_class="standard")]
+    told = values(figures(study(objectives=strict), 2, result(*records)))
+    # 100 tokens alone take less than 20 ms.
+    assert told["interactive.attainment_pct"] == pytest.approx(50)
+    assert told["standard.attainment_pct"] == pytest.approx(100)
+
+
+def test_batch_tokens_are_counted_while_requests_arrive() -> None:
     ended = replace(record("b", priority_class="batch"), end_s=10.0)
     late = replace(ended, request_id=RequestId("late"), end_s=10.1)
-    one = study()
-    told = values(figures(one, 2, result(ended, late)))
+    told = values(figures(study(), 2, result(ended, late)))
     assert told["batch.tokens_per_s"] == pytest.approx(11 / 10)
-    assert told["batch.gpus_of_work"] == pytest.approx(one.work_s(100, 11) / 10)
+
+
+def test_enough_are_the_fewest_with_which_every_class_reaches_the_goal() -> None:
+    def size(interactive: float, standard: float) -> list[ReportRow]:
+        rows = [("interactive.attainment_pct", interactive), ("standard.attainment_pct", standard)]
+        return [ReportRow(name, value, "%") for name, value in rows]
+
+    sizes = {8: size(100, 100), 2: size(99.5, 90), 4: size(99, 99.2), 1: size(10, 99.9)}
+    assert fewest(sizes, 99) == 4
+    assert fewest(sizes, 90) == 2
+    assert fewest(sizes, 99.5) == 8
+    assert fewest({1: size(10, 99.9)}, 99) is None
 
 
 def test_over_seeds_a_figure_is_the_mean_with_its_95_percent_interval() -> None:
@@ -148,13 +171,15 @@ def test_without_a_load_as_much_arrives_as_was_recorded_whatever_the_replicas() 
 
 
 @pytest.mark.parametrize("policy", ["forebay", "round-robin", "least-load", "llumnix"])
-def test_every_policy_serves_all_and_none_beats_the_bound(policy: str) -> None:
-    """Twice what two replicas can do: some must be late."""
+def test_every_policy_serves_whatever_is_not_refused_at_once_and_none_beats_the_bound(policy: str) -> None:
+    """Twice what two replicas can do: some must be late, or refused."""
     one = study(times=20.0, duration_s=5.0)
     done = run(one, Run(2, policy, 0))
     told = values(figures(one, 2, done))
     assert len(done.requests) == 200
-    assert all(r.outcome is Outcome.FINISHED and r.tokens == r.output_tokens for r in done.requests)
+    served = [r for r in done.requests if r.outcome is not Outcome.REJECTED_WAIT]
+    assert all(r.outcome is Outcome.FINISHED and r.tokens == r.output_tokens for r in served)
+    assert all(r.end_s == r.arrived_s and not r.tokens for r in done.requests if r not in served)
     assert not done.invariant_violations
     assert 0 < told["goodput_over_bound"] <= 1
 

@@ -12,9 +12,14 @@ from ops.bench.lengths import Lengths
 from ops.bench.trace import TraceRequest
 from ops.errors import CommandError
 from ops.sim.values import Arrival, RequestRecord
-from ops.sim.workload import Backlog, Span, arrivals, fitting, held_to_fill, parse_mix, read_lengths, recorded_rate_rps
+from ops.sim.workload import Backlog, Mix, Span, fitting, held_to_fill, parse_mix, read_lengths, recorded_rate_rps
+from ops.sim.workload import arrivals as taken_one_by_one
 
 MIX = parse_mix([])
+
+
+def arrivals(requests: list[TraceRequest], mix: Mix, span: Span, seed: int) -> list[Arrival]:
+    return list(taken_one_by_one(requests, mix, span, seed))
 
 
 def steady(count: int = 200, gap_s: float = 0.5) -> list[TraceRequest]:
@@ -94,6 +99,15 @@ def test_equal_blocks_are_equal_tokens_in_one_copy_alone_and_the_last_token_is_t
         (other,) = (a for a in coming if a is not one and a.prefix_ids[0] == one.prefix_ids[0])
         assert one.prefix_ids[:512] == other.prefix_ids[:512]
         assert one.prefix_ids[512] != other.prefix_ids[512]
+
+
+def test_many_copies_of_blocks_with_great_names_are_as_few_small_tokens_as_there_are_blocks() -> None:
+    trace = [TraceRequest(k * 1.0, "mooncake", 1030, 5, (180_000 + k, 181_000 + k)) for k in range(50)]
+    coming = arrivals(trace, MIX, Span(50.0, 20.0), seed=0)
+    tokens = {token for a in coming for token in a.prefix_ids}
+    assert len(tokens) <= 2 * len(coming)
+    assert 2 <= min(tokens) <= max(tokens) < 2 + len(tokens)
+    assert len(tokens) > 1000  # of twenty copies
 
 
 def test_what_the_model_has_no_room_for_is_left_out() -> None:

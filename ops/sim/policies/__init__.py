@@ -14,10 +14,13 @@ from ops.sim.policies.round_robin import RoundRobin
 from ops.sim.values import Policy
 
 FOREBAY = "forebay"
+LOAD_ONLY = "load-only"
+"""Forebay that asks no replica what it holds: its prefix caches find what comes there by chance."""
 POLICIES: Mapping[str, Callable[[], Policy] | None] = {
     FOREBAY: None,
+    LOAD_ONLY: None,
     "round-robin": RoundRobin,
     "least-load": LeastLoad,
     "llumnix": Llumnix,
 }
-"""By name; None is production's own."""
+"""By name; None is production's own code."""
