@@ -30,6 +30,7 @@ app = typer.Typer(
     help="Serve language models so that urgent work is never slowed by the work that fills the machines.",
     epilog="Begin with: forebay serve. Each command explains itself with --help.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

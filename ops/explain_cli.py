@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ops.endpoint import ask
+from ops.endpoint import ask, understood
 from ops.report import console, format_number
 
 
@@ -25,7 +25,7 @@ def explain(
         typer.Argument(metavar="REQUEST_ID", help="The `id` of an answer; of choice k of several, with -k behind it."),
     ],
     url: Annotated[
-        str | None, typer.Option(help="The router. [default: FOREBAY_URL, or the newest instance on this machine]")
+        str | None, typer.Option(help="The router.", show_default="FOREBAY_URL, or the newest instance on this machine")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the router answered.")] = False,
 ) -> None:
@@ -33,12 +33,13 @@ def explain(
 
     A router remembers its latest requests. With keys, only the tenant's own are shown.
     """
-    _, said = ask(url, f"/v1/requests/{quote(request_id, safe='')}/explain")
+    address, said = ask(url, f"/v1/requests/{quote(request_id, safe='')}/explain", "decisions")
     if as_json:
         json.dump(said, sys.stdout, indent=2)
         print()
         return
-    _show(console(), said)
+    with understood(address):
+        _show(console(), said)
 
 
 def _show(out: Console, said: dict[str, Any]) -> None:

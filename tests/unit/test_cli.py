@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from ops import cli
 from ops.bench.schedule import DEFAULT_SERVICE_CLASSES, SERVICE_TIERS, parse_classes
@@ -31,6 +32,26 @@ def test_help_names_every_command_and_where_to_begin(capsys: pytest.CaptureFixtu
     code, out, _ = forebay(capsys, "--help")
     assert code == 0
     assert all(command in out for command in ("serve", "status", "bench", "--version", "Begin with: forebay serve"))
+
+
+def test_help_shows_all_that_is_written_in_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+
+    def plain(text: str) -> str:
+        return " ".join(re.sub("[│╭╮╰╯─]", " ", text).replace("`", "").split())
+
+    def check(command: Any, path: tuple[str, ...]) -> None:
+        said = plain(forebay(capsys, *path, "--help")[1])
+        parts = [getattr(one, "help", None) or "" for one in (command, *command.params)]
+        for paragraph in (paragraph for part in parts for paragraph in part.split("\n\n")):
+            assert plain(paragraph) in said, f"forebay {' '.join(path)} --help"
+        for name, inner in getattr(command, "commands", {}).items():
+            check(inner, (*path, name))
+
+    check(typer.main.get_command(cli.app), ())
+    assert "FOREBAY_URL, or the newest instance" in forebay(capsys, "status", "--help")[1]
 
 
 def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import pytest
 from pydantic import ValidationError
@@ -40,6 +41,16 @@ def test_every_field_says_what_it_is_for(model: type[Config]) -> None:
 def test_a_configuration_that_cannot_work_is_refused(model: type[Config], values: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         model.model_validate(values)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_number_is_a_finite_one(model: type[Config]) -> None:
+    for name, field in model.model_fields.items():
+        if "float" in str(field.annotation):
+            for endless in (math.inf, math.nan):
+                with pytest.raises(ValidationError) as refused:
+                    model.model_validate({name: endless})
+                assert (name,) in [error["loc"] for error in refused.value.errors()]
 
 
 def test_where_blocks_follow_from_the_gpu_their_number_says_nothing() -> None:
