@@ -35,7 +35,7 @@ BATCH = "batch"
 MAX_COPIES = 20_000
 MAX_ARRIVALS = 10_000_000
 REFUSED_AGAIN_S = 1.0
-FILL_FROM_S = 0.2
+FILL_FROM_S = 0.1
 FILL_FOR_S = 1.0
 """In which a backlog fills an empty cluster."""
 _LENGTH_COLUMNS = ("num_prefill_tokens", "num_decode_tokens")
