@@ -315,7 +315,7 @@ def test_whoever_leaves_is_needed_and_enough_and_has_somewhere_to_go(seed: int, 
 def _lacking(r: Replica, d: Demand, gone: list[HeldRequest], come_slots: int, come_blocks: int) -> bool:
     """Whether the demand has no place there once these are gone, by what each of those who stay holds and is to fill."""
     fills = sum(
-        blocks_of(h.tokens + h.remaining_tokens, r.load) - blocks_of(h.tokens, r.load)
+        blocks_of(h.tokens + h.to_compute_tokens + h.remaining_tokens, r.load) - blocks_of(h.tokens, r.load)
         for h in r.held
         if h.standing is Standing.RUNS and h not in gone
     )

@@ -87,8 +87,8 @@ def test_the_controller_is_told_what_to_scale_and_where_serve_has_it(tiny_model:
         serve=ServeAccess(url="http://127.0.0.1:8265", token_path=tmp_path / "token"),
     )
     router: Any = build(instance)._bound_deployment
-    _, controller, (replica,) = router.init_args
-    _, application, scaled = controller._bound_deployment.init_args
+    _, (controller,), (replica,) = router.init_args
+    _, application, scaled, _ = controller._bound_deployment.init_args
     assert application == "forebay"
     assert scaled == [{"model": "of a/b", "deployment": "Replica-0-of-a-b", "scale": SCALE.model_dump(mode="json")}]
     assert replica._bound_deployment.name == "Replica-0-of-a-b"
