@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import ray
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.controller_link import Find
@@ -41,7 +42,7 @@ def controller_finder(controller: DeploymentHandle[Any]) -> Find:
         async with asyncio.timeout(_FIND_TIMEOUT_S):
             try:
                 host, port = await controller.address.remote()
-            except ray.exceptions.RayError as error:
+            except (ray.exceptions.RayError, RayServeException) as error:
                 raise TimeoutError(f"Serve knows no controller now: {error}") from error
         return host, port
 

@@ -180,6 +180,7 @@ class Scaler:
         """Decide, and do the next step, if any. Returns the pause until it is to be called again."""
         if not self._orders.leads:
             self._state, self._started_s = None, self._clock.monotonic()
+            self._meter.load(self._started_s)  # or all until it leads would be one long sample
             return PERIOD_S
         try:
             await self._turn()

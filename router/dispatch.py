@@ -31,7 +31,7 @@ from router.metrics_sink import RouterMetrics
 from router.prefixes import Prefixes
 from router.queue import BandQueue, Waiting
 from router.rank import rank_of
-from router.routing import NO_FAVOUR, Need, Placement, prompts_ahead
+from router.routing import NO_FAVOUR, Need, Placement, prompts_ahead, steps_of
 from router.share import MinimumShares
 from router.suspects import Trial
 from router.terms import Terms
@@ -161,14 +161,14 @@ class Dispatcher:
         if judged is not None and judged[0] is live:
             return judged
         need = live.need(self._config.expected_output_tokens)
-        return live, self._fleet.place(need, now_s, self._rng, self._favour(live))
+        return live, self._fleet.place(need, now_s, self._rng, self._favour(live, need, now_s))
 
     def _place_arrival(self, live: Live, need: Need, now_s: float) -> Placement | None:
-        placement = self._fleet.place(need, now_s, self._rng, self._favour(live))
+        placement = self._fleet.place(need, now_s, self._rng, self._favour(live, need, now_s))
         self._judged = None if placement is None else (live, placement)
         return placement
 
-    def _favour(self, live: Live) -> Mapping[ReplicaId, float]:
+    def _favour(self, live: Live, need: Need, now_s: float) -> Mapping[ReplicaId, float]:
         """By the part of its prompt that need not be computed there, and the steps that it would fill: what a replica tells
         that it holds, or what it is about to compute for others. Of equals, where its session was last."""
         weight, prompt = self._config.affinity_weight, len(live.request.prompt_ids)
@@ -180,19 +180,19 @@ class Dispatcher:
         if live.chain is not None:
             block_size = live.chain.block_size_tokens
             for replica_id, blocks in self._prefixes.found(live.chain).items():
-                favour[replica_id] = self._spared(replica_id, block_size * blocks, prompt)
+                favour[replica_id] = self._spared(replica_id, block_size * blocks, need, now_s)
         seen = self._affinity.expected(live.affinity_keys, prompt) if live.affinity_keys else None
         if seen is not None and self._fleet.current(seen.replica_id, seen.generation) is not None:
             held = favour.get(seen.replica_id, 0.0)
-            expected = 0.0 if seen.settled else self._spared(seen.replica_id, seen.tokens, prompt)
+            expected = 0.0 if seen.settled else self._spared(seen.replica_id, seen.tokens, need, now_s)
             favour[seen.replica_id] = held + HABIT if seen.settled else max(held, expected)
         return favour
 
-    def _spared(self, replica_id: ReplicaId, tokens: int, prompt: int) -> float:
+    def _spared(self, replica_id: ReplicaId, tokens: int, need: Need, now_s: float) -> float:
         """What it is worth that a replica need not run so many tokens of a prompt."""
         replica = self._fleet.known(replica_id)
-        steps = 0.0 if replica is None else replica.steps(tokens)
-        return steps + self._config.affinity_weight * tokens / prompt
+        steps = 0.0 if replica is None else steps_of(tokens, need, replica.view(self._config, now_s))
+        return steps + self._config.affinity_weight * tokens / need.prompt_tokens
 
     # --- the other routers ---
 
@@ -345,6 +345,7 @@ class Dispatcher:
         blocks = live.need(self._config.expected_output_tokens).blocks(block_size)
         target.reserve(request_id, Reservation(number, sequence, before.priority, blocks, shared_s=before.shared_s))
         live.replica_id, live.sent_s = target.replica_id, now_s
+        live.prompt_steps = 0.0  # what it found when it was sent out is no measure of what is left of its prompt here
         live.reserved_tokens = blocks * block_size
         live.steady_below = 0
         self._settle(live, source)

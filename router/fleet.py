@@ -4,7 +4,8 @@ Owns: which incarnation counts, the views that decisions see, and the index that
 the view and routing. Invariants: per replica id there is at most one incarnation, the latest that was linked; what an
 earlier one says is not heard. `place` finds a place where there is one.
 
-Up to SCAN_REPLICAS every replica is looked at for every placement. Of more, two are drawn from those with a free slot,
+Up to SCAN_REPLICAS every replica is looked at for every placement: also those where less urgent work gives way, where prompts
+would be waited for at the place that is free. Of more, two are drawn from those with a free slot,
 and the one that is favoured is added: the better of two drawn is nearly as good as the best of all (Mitzenmacher, "The
 Power of Two Choices in Randomized Load Balancing"). Only where these cannot take the request the others with a free slot
 are looked at, then two drawn from those that run the least urgent work, then all. Those two are looked at too where prompts
@@ -236,7 +237,7 @@ class Fleet:
             if need.implies(blocked.need):
                 blocked.changed.clear()
         elif len(self._replicas) <= SCAN_REPLICAS:
-            placement = choose(need, self.views(now_s), rng, favour)
+            placement = self._of_all(need, now_s, rng, favour)
         else:
             placement = self._drawn(need, now_s, rng, favour)
         if placement is not None:
@@ -247,6 +248,16 @@ class Fleet:
                 self._blocked.clear()
             self._blocked[key] = _Blocked(need)
         return placement
+
+    def _of_all(
+        self, need: Need, now_s: float, rng: random.Random, favour: Mapping[ReplicaId, float]
+    ) -> Placement | None:
+        views = self.views(now_s)
+        placement = choose(need, views, rng, favour)
+        if placement is None or not placement.free or self._begins_soon(need, placement, now_s):
+            return placement
+        pushing = choose(need, views, rng, favour, pushing=True)
+        return pushing if pushing is not None and pushing.score < placement.score else placement
 
     def _drawn(
         self, need: Need, now_s: float, rng: random.Random, favour: Mapping[ReplicaId, float]

@@ -101,8 +101,8 @@ class ServiceTimes:
         self._first_token: dict[int, MeanTime] = {}
         """By the prompt's length to a power of two."""
         self._prompts: dict[str, tuple[MeanTime, MeanTime]] = {}
-        """By class: how many steps the prompts up to a first token filled when it was sent out, and the seconds until it
-        came."""
+        """By class: how many steps the prompts up to a first token filled when it was sent out, one at least, and the
+        seconds until it came."""
         self._next_token = MeanTime()
 
     def first_token(self, prompt_tokens: int, seconds: float) -> None:
@@ -112,11 +112,14 @@ class ServiceTimes:
         self._next_token.observe(seconds_each)
 
     def prompts(self, priority_class: str, steps: float, seconds: float) -> None:
-        """The prompts ahead of a request and its own filled so many steps; after so long it had its first token."""
+        """The prompts ahead of a request and its own filled so many steps; after so long it had its first token.
+
+        However little they fill, it has that after a whole step.
+        """
         means = self._prompts.get(priority_class)
         if means is None:
             means = self._prompts[priority_class] = MeanTime(), MeanTime()
-        means[0].observe(steps)
+        means[0].observe(max(1.0, steps))
         means[1].observe(seconds)
 
     def prompt_step_s(self, priority_class: str) -> float | None:

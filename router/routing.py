@@ -114,7 +114,12 @@ NO_FAVOUR: Mapping[ReplicaId, float] = {}
 
 
 def choose(
-    need: Need, views: Sequence[ReplicaView], rng: random.Random, favour: Mapping[ReplicaId, float] = NO_FAVOUR
+    need: Need,
+    views: Sequence[ReplicaView],
+    rng: random.Random,
+    favour: Mapping[ReplicaId, float] = NO_FAVOUR,
+    *,
+    pushing: bool = False,
 ) -> Placement | None:
     """Where `need` goes now, or None: it stays queued.
 
@@ -124,6 +129,7 @@ def choose(
 
     Args:
         favour: What is taken off a replica's score.
+        pushing: Only where others give way.
     """
     block_size = wanted = wanted_max = 0
     candidates: list[tuple[ReplicaView, EngineLoad, float, float]] = []
@@ -157,6 +163,8 @@ def choose(
             favoured = favour.get(view.replica_id, 0.0)
             ahead, score = ahead - favoured, score - favoured
         if slots <= load.slots_total and blocks <= load.blocks_total:
+            if pushing:
+                continue
             if score < least:
                 least = score
                 ties.clear()
@@ -213,6 +221,14 @@ def prompts_ahead(priority: int, view: ReplicaView) -> int:
     return tokens
 
 
+def steps_of(prompt_tokens: int, need: Need, view: ReplicaView) -> float:
+    """How many so many tokens of its prompt fill there; 0 where that is not known."""
+    if view.load is None:
+        return 0.0
+    tokens_a_step = _used(need, view, view.load)[-1]
+    return prompt_tokens / tokens_a_step if tokens_a_step else 0.0
+
+
 def _tokens_a_step(slots: int, slots_ahead: int, step_tokens: int) -> float:
     """Of a prompt, as a replica's steps run it: everyone as urgent who decodes there has a token of each, and all others of
     every second one; an eighth is left at least (cluster/engine/scheduling/continuous.py). 0 where steps are not told."""
@@ -221,6 +237,8 @@ def _tokens_a_step(slots: int, slots_ahead: int, step_tokens: int) -> float:
 
 def _used(need: Need, view: ReplicaView, load: EngineLoad) -> Used:
     """Where a minimum share has sent nothing, the same for every need of a priority."""
+    if (known := view.memo.get(need.priority)) is not None:
+        return known
     lower = sum(level.requests for level in load.waiting if level.priority < need.priority)
     blocks = max(_blocks_reported(view, load), _blocks_predicted(need, view, load))
     slots, (slots_ahead, blocks_ahead) = _slots_used(need, view, load), _ahead(need, view, load)

@@ -20,6 +20,7 @@ steady load no sequence of moves comes back to where it was, and the moves end.
 from __future__ import annotations
 
 import heapq
+import math
 from operator import itemgetter
 
 from cluster.config import ControlConfig
@@ -60,17 +61,20 @@ class _Tick:
     def _what_waits(self) -> None:
         lines = [(r.stalled[0].order, number, 0, r) for number, r in enumerate(self._room.live) if r.stalled]
         heapq.heapify(lines)
-        too_much: int | None = None
+        too_much = too_much_to_move = math.inf
         while lines and len(self._proposed) < self._config.moves_per_tick:
             _, number, at, source = lines[0]
             stalled, done = source.stalled[at], False
             if self._may_go(stalled, source):
                 blocks = takes(stalled.held, source.load)
-                # Who comes later is no more urgent: where there was no room for as little, there is none.
-                if too_much is None or blocks < too_much:
+                moves = stalled.held.standing is Standing.PAUSED
+                # Who comes later is no more urgent: where there was no room for as little, there is none. For who moves
+                # nobody gives way: for others there may be room all the same.
+                if blocks < (too_much_to_move if moves else too_much):
                     done = self._place(stalled.held, source, blocks)
                     if not done:
-                        too_much = blocks
+                        too_much_to_move = min(too_much_to_move, blocks)
+                        too_much = too_much if moves else blocks
             if done or at + 1 == len(source.stalled):
                 heapq.heappop(lines)
             else:

@@ -118,6 +118,14 @@ def test_what_waits_without_blocks_goes_back_where_only_less_urgent_work_runs_on
     assert underway.goes_to == "free"
 
 
+def test_what_waits_goes_where_less_urgent_work_gives_way_though_what_is_paused_found_no_room_before_it() -> None:
+    """Nobody gives way for one that moves: that there was no room for it says nothing of one that is sent anew."""
+    kept = replica("kept", *runners(4, name="k", priority=10), paused("p", priority=10))
+    full = replica("full", *runners(4, priority=10), waits("w", priority=10, to_compute=4 * BLOCK))
+    lower = replica("lower", *runners(4, name="l", priority=-10))
+    assert who_goes(view(kept, full, lower)) == [("w", "full", None)]
+
+
 def test_nothing_goes_to_where_as_urgent_work_waits() -> None:
     full = replica("full", *runners(4), waits("w", priority=0))
     # It has a slot, but somebody waits there for blocks to gather.

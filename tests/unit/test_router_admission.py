@@ -252,6 +252,34 @@ def test_class_that_states_a_wait_refuses_what_stands_behind_too_long_prompts_an
     assert bench.outcome(bench.submit("later", prompt=3 * 16)) is None, "the prompts have been run"
 
 
+def test_many_short_prompts_at_once_are_let_in_where_a_few_steps_run_them_all() -> None:
+    """A step of 160 tokens takes a second; a prompt has 10 of them, and 48 that come at once take three seconds."""
+    standard = PriorityClass(name="standard", priority=0, longest_wait_s=10.0)
+    bench = Bench(RouterConfig(classes=(standard,), expected_output_tokens=1))
+    replica = bench.replica(slots=100, step_tokens=160)
+    for k in range(8):
+        bench.submit(f"seen {k}", tokens=1, prompt=10)
+        bench.clock.advance(0.999)  # with the millisecond of each that is submitted
+        replica.turn()
+    submitted = [bench.submit(f"{k}", prompt=10) for k in range(48)]
+    assert [bench.outcome(request) for request in submitted] == [None] * 48
+
+
+@pytest.mark.parametrize("tenth", [None, 10.0])
+def test_prompts_ahead_count_only_where_the_class_states_a_wait(tenth: float | None) -> None:
+    """A step of 16 tokens takes a second; without a wait of its own a class's is the router's, which is for the queue."""
+    standard = PriorityClass(name="standard", priority=0, longest_wait_s=tenth)
+    bench = Bench(RouterConfig(classes=(standard,), expected_output_tokens=1, max_queue_s=10.0))
+    replica = bench.replica(slots=100, step_tokens=16)
+    for k in range(8):
+        bench.submit(f"seen {k}", tokens=1, prompt=16)
+        bench.clock.advance(0.999)
+        replica.turn()
+    bench.submit("ahead", prompt=9 * 16)
+    request = bench.submit("stated", prompt=9 * 16, terms=Terms(ttft_slo_s=100.0))
+    assert bench.outcome(request) is (None if tenth is None else Outcome.REJECTED_WAIT)
+
+
 @pytest.mark.parametrize(
     ("terms", "refused"),
     [
@@ -351,3 +379,10 @@ def test_time_of_a_step_of_prompts_is_known_from_eight_requests_on_and_is_all_ti
     for _ in range(400):
         times.prompts("standard", 2.0, 6.0)
     assert times.prompt_step_s("standard") == pytest.approx(3.0, rel=0.01)
+
+
+def test_first_token_takes_a_whole_step_however_short_the_prompts_up_to_it_were() -> None:
+    times = ServiceTimes()
+    for _ in range(8):
+        times.prompts("interactive", 1 / 16, 0.04)
+    assert times.prompt_step_s("interactive") == pytest.approx(0.04)

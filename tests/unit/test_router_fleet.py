@@ -203,13 +203,14 @@ def test_prompts_that_were_sent_are_counted_until_a_report_counts_them() -> None
     assert ahead() == [230, 230, 200], "the report counts what is left of the first one"
 
 
-def test_where_few_have_a_free_slot_not_all_wait_there_while_lesser_work_could_make_room() -> None:
-    """100 replicas of one slot, 98 of them full of batch work; each request brings two steps of prompts."""
+@pytest.mark.parametrize("replicas", [60, 100])
+def test_where_few_have_a_free_slot_not_all_wait_there_while_lesser_work_could_make_room(replicas: int) -> None:
+    """Replicas of one slot, all but two of them full of batch work; each request brings two steps of prompts."""
     lesser = EngineLoad(slots_total=1, blocks_total=99, blocks_free=98, block_size_tokens=BLOCK, step_tokens=100)
     lesser = msgspec.structs.replace(lesser, running=(PriorityLoad(-10, 1, 1),))
     free = msgspec.structs.replace(lesser, slots_total=99)
     fleet, rng = Fleet(RouterConfig()), random.Random(3)
-    for number in range(100):
+    for number in range(replicas):
         joined(fleet, f"{number}", free if number < 2 else lesser)
     taken: list[ReplicaId] = []
     for number in range(20):
@@ -254,6 +255,20 @@ def test_later_request_goes_where_its_beginning_was_computed(by: str) -> None:
             went[replica.replica_id] += sum(r.request_id == request.request_id for r, _ in replica.added)
             replica.turn()
     assert sorted(went.values()) == [0, 0, 0, 0, 6]
+
+
+def test_what_is_held_of_a_prompt_is_worth_the_steps_that_it_would_fill_beside_what_decodes_there() -> None:
+    """90 decode beside it, of a step of 128 tokens: the 176 that are left of its prompt fill 5 steps, and all elsewhere 9."""
+    bench = Bench(RouterConfig(expected_output_tokens=1))
+    busy = bench.replica("busy", slots=100, blocks=10_000, step_tokens=128)
+    bench.submit("first", tokens=1, prompt=1200)
+    busy.turn()
+    for k in range(90):
+        bench.submit(f"{k}", tokens=1000, tenant="other")
+    busy.turn()
+    idle = bench.replica("idle", slots=100, blocks=10_000, step_tokens=128)
+    bench.submit("next", tokens=1, prompt=1200)
+    assert (len(busy.added), len(idle.added)) == (92, 0)
 
 
 def test_what_a_lost_replica_had_draws_nothing_to_its_successor() -> None:

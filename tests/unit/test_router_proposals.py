@@ -106,6 +106,25 @@ def test_a_proposed_request_moves_and_explain_says_why_and_by_which_numbers() ->
     assert not target.added, "nothing is begun anew"
 
 
+def test_what_moved_before_its_first_token_says_nothing_of_how_long_prompts_take() -> None:
+    """It was sent out behind 10 steps of prompts, and had its first token 0.1 s after it moved: that is no step of 10 ms."""
+    bench = Bench(CONFIG)
+    source, target = bench.replica("r1", step_tokens=16), bench.replica("r2", step_tokens=16)
+    for k in range(8):
+        target.state = ReplicaState.DRAINING
+        target.beat()
+        request = bench.submit(f"{k}", prompt=160)
+        target.state = ReplicaState.READY
+        target.beat()
+        bench.core.propose(propose(request, "r2"))
+        source.turn()
+        bench.clock.advance(0.1)
+        target.turn()
+        finish(bench, request, source, target)
+    assert bench.metric("forebay_moves_total", outcome="moved") == 8
+    assert bench.core._dispatcher.arrivals.times.prompt_step_s("standard") is None
+
+
 def test_a_proposal_that_comes_to_nothing_is_explained_with_its_numbers_too() -> None:
     bench = Bench(CONFIG)
     source, target = running(bench, "a")

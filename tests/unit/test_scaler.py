@@ -303,6 +303,21 @@ async def test_a_controller_that_stands_by_asks_nothing_and_goes_on_where_the_ot
     assert bench.ray.kept == [3]
 
 
+async def test_one_that_has_stood_by_for_an_hour_knows_what_is_asked_now_when_it_leads() -> None:
+    bench, done = Bench(), 0.0
+    (replica,) = bench.ray.replicas.values()
+    bench.ray.leads = False
+    for second in range(3600):
+        done += 300 if second >= 3480 else 10
+        now_s = bench.clock.monotonic()
+        load = report(replica.of, engine_load(1, tokens_total=round(done)))
+        bench.meter.replica(replica.of, load, retiring=False, now_s=now_s)
+        bench.meter.router(ROUTER, router_demand(0, 0.0, done), now_s)
+        for _ in range(round(1 / PERIOD_S)):
+            bench.clock.advance(await bench.scaler.turn())
+    assert bench.meter.load(bench.clock.monotonic()).demand_per_s == pytest.approx(300, rel=0.05)
+
+
 async def test_while_another_may_lead_nobody_is_told_anything() -> None:
     bench = Bench(target=2, down_after_s=5)
     bench.ray.doubted = True
