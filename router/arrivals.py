@@ -100,8 +100,7 @@ class Arrivals:
             decision: Admit | Queue | Reject = ADMIT
         else:
             facts = self._facts(first, need, len(lives), now_s)
-            counts = placement is not None and longest_wait_s is not None
-            prompts = self._prompts(first, placement, now_s) if counts else None
+            prompts = None if placement is None or longest_wait_s is None else self._prompts(first, placement, now_s)
             view = self._admission_view(facts, first, prompts, now_s, room=room, draining=draining)
             decision = decide(facts, view, self._rng)
         match decision:
