@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve import Application, Deployment
 
 from deployments.controller import Controller
-from deployments.engines import gpu_options
+from deployments.engines import one_of, replica_options
 from deployments.replica import Replica
 from deployments.router import Router
 from deployments.scaler import Scaled
@@ -83,20 +83,31 @@ def build(instance: Instance, kept: Mapping[str, int] = NOTHING_KEPT) -> Applica
     ]
     # Two deployments, so that each router and replica can be linked to both: of two replicas of one, Serve names one.
     controllers = [
-        deployment(Controller, 1, name, health_check_period_s=_LOOK_AT_CONTROLLERS_S).bind(
-            fields, APPLICATION, scaled, place
-        )
+        deployment(
+            Controller,
+            1,
+            name,
+            health_check_period_s=_LOOK_AT_CONTROLLERS_S,
+            **one_of(profile.controller_resource),
+        ).bind(fields, APPLICATION, scaled, place)
         for place, name in enumerate(("Controller", "Standby") if profile.control.standby else ("Controller",))
     ]
     replicas = [
         deployment(
-            Replica, _begin_with(m.config, kept.get(names[m.name])), names[m.name], **gpu_options(m.config)
+            Replica, _begin_with(m.config, kept.get(names[m.name])), names[m.name], **replica_options(m.config)
         ).bind(fields, m.name, controllers)
         for m in models.values()
     ]
     # In an upgrade a new router comes before an old one goes, on the same port. A replica's place is free only once its
-    # old one has gone, where every GPU is taken: it is replaced in place, one at a time.
-    return deployment(Router, profile.routers, "Router", max_surge_percent=100).bind(fields, controllers, replicas)
+    # old one has gone, where every GPU is taken: it is replaced in place, one at a time; so is a router that has a pod.
+    routers = deployment(
+        Router,
+        profile.routers,
+        "Router",
+        max_surge_percent=100 if profile.router_resource is None else 0,
+        **one_of(profile.router_resource),
+    )
+    return routers.bind(fields, controllers, replicas)
 
 
 def _begin_with(model: ModelConfig, kept: int | None) -> int:

@@ -43,9 +43,15 @@ def check_installed(config: EngineConfig) -> None:
         raise UsageError(str(error)) from error
 
 
-def gpu_options(config: ModelConfig) -> dict[str, Any]:
+def one_of(resource: str | None) -> dict[str, Any]:
+    """What an actor asks of Ray that is to run where a resource is, as Ray names it."""
+    return {} if resource is None else {"resources": {resource: 1}}
+
+
+def replica_options(config: ModelConfig) -> dict[str, Any]:
     """What a replica asks of Ray, as Ray names it."""
+    place = one_of(config.resource)
     if not config.gpus_per_replica:
-        return {}
+        return place
     kind = {} if config.accelerator_type is None else {"accelerator_type": config.accelerator_type}
-    return {"num_gpus": config.gpus_per_replica, **kind}
+    return {"num_gpus": config.gpus_per_replica, **kind, **place}

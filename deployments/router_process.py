@@ -149,7 +149,7 @@ class RouterProcess:
     @property
     def _ports(self) -> tuple[str, int, int]:
         profile = self._profile
-        return profile.router.host, profile.router.port, profile.routers
+        return profile.router.host, profile.router.port, profile.routers_of_a_machine
 
     def _listen(self, port: Port) -> asyncio.Task[None]:
         self._port = port

@@ -111,6 +111,12 @@ class ModelConfig(Config):
     accelerator_type: str | None = Field(
         None, description="The kind of GPU that a replica may run on, as Ray names it (A100); none takes any."
     )
+    resource: str | None = Field(
+        None,
+        min_length=1,
+        description="A resource of Ray's nodes that each replica takes one of, beside its GPU: it runs where that is, and "
+        "nowhere else.",
+    )
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")
@@ -172,6 +178,15 @@ class Profile(Config):
         description="Routers, each in a process of its own. Those of one machine listen on router.port and the ports "
         "after it.",
     )
+    router_resource: str | None = Field(
+        None,
+        min_length=1,
+        description="A resource of Ray's nodes that each router takes one of. Each has a node, or a pod, of its own then, all "
+        "listen on router.port, and in an upgrade each is replaced in its place.",
+    )
+    controller_resource: str | None = Field(
+        None, min_length=1, description="A resource of Ray's nodes that each controller takes one of."
+    )
     router: RouterConfig = RouterConfig()
     transport: TransportConfig = TransportConfig()
     control: ControlConfig = ControlConfig()
@@ -199,9 +214,13 @@ class Profile(Config):
         return self
 
     @property
+    def routers_of_a_machine(self) -> int:
+        return self.routers if self.router_resource is None else 1
+
+    @property
     def ports(self) -> range:
         """What routers of one machine listen on, where router.port is not 0."""
-        return range(self.router.port, self.router.port + self.routers)
+        return range(self.router.port, self.router.port + self.routers_of_a_machine)
 
     @property
     def drain_notice_s(self) -> float:
@@ -365,12 +384,18 @@ def load_profile(name_or_path: str, overrides: dict[str, Any]) -> Profile:
     try:
         return Profile.model_validate(raw)
     except ValidationError as error:
-        # A default that follows from a field that is wrong is no error of its own.
-        errors = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
-        place = errors[0]["loc"]
-        if listed is None and place[:2] == ("models", 0):  # which the file does not have: the short form
-            place = place[2:]
-        where = ".".join(str(part) for part in place)
-        what = errors[0]["msg"].removeprefix("Value error, ")
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise UsageError(f"profile {path.stem}: {where + ': ' if where else ''}{what}{more}") from error
+        unnamed = ("models", 0) if listed is None else ()  # which the file does not have: the short form
+        raise UsageError(f"profile {path.stem}: {first_error(error, unnamed)}") from error
+
+
+def first_error(error: ValidationError, unnamed: tuple[str | int, ...] = ()) -> str:
+    """The key and what is wrong with it, and how many more there are. A place that begins with `unnamed` is told without."""
+    # A default that follows from a field that is wrong is no error of its own.
+    errors = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
+    place = errors[0]["loc"]
+    if place[: len(unnamed)] == unnamed:
+        place = place[len(unnamed) :]
+    where = ".".join(str(part) for part in place)
+    what = errors[0]["msg"].removeprefix("Value error, ")
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{where + ': ' if where else ''}{what}{more}"

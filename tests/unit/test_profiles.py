@@ -19,7 +19,7 @@ from cluster.engine.vllm import version
 from cluster.model import ModelFolder
 from deployments.app import replica_deployments
 from deployments.checks import check_gpus, find_models, free_ports, preflight
-from deployments.engines import check_installed, gpu_options
+from deployments.engines import check_installed, replica_options
 from deployments.instances import InstanceState
 from deployments.move_source import _FRAME_ROOM_BYTES
 from deployments.settings import PROFILES, Environment, Instance, ModelConfig, Profile, UsageError, load_profile
@@ -47,7 +47,7 @@ def the_model(profile: Profile) -> ModelConfig:
 def test_every_profile_that_ships_loads(name: str) -> None:
     model = the_model(load_profile(name, {}))
     assert model.engine.kind is (EngineKind.EMBEDDED if name == "local" else EngineKind.VLLM)
-    assert gpu_options(model) == ({"num_gpus": 1, "accelerator_type": "A100"} if name.startswith("a100") else {})
+    assert replica_options(model) == ({"num_gpus": 1, "accelerator_type": "A100"} if name.startswith("a100") else {})
 
 
 @pytest.mark.parametrize("name", SHIPPED)
