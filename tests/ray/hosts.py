@@ -45,7 +45,7 @@ _STARTS = 4
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
-def _cannot() -> str:
+def cannot() -> str:
     """Why this machine cannot have such hosts; empty where it can."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return "hosts in network namespaces need root and `ip` (Debian: apt-get install iproute2)"
@@ -58,7 +58,7 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=_END_S)
 
 
-def _until(holds: Callable[[], object], what: str, within_s: float = _START_S) -> None:
+def wait_for(holds: Callable[[], object], what: str, within_s: float = _START_S) -> None:
     """What `ip` and Ray do cannot be awaited. Raises TimeoutError."""
     deadline_s = time.monotonic() + within_s
     while not holds():
@@ -127,7 +127,7 @@ class Host:
                     process.kill()
             return not alive
 
-        _until(ended, f"the processes on {self.name} end", _END_S)
+        wait_for(ended, f"the processes on {self.name} end", _END_S)
 
 
 @dataclass
@@ -158,6 +158,30 @@ class Hosts(Endpoint):
 
     def start_ray(self, host: Host) -> None:
         """A node there."""
+        options, environment = self._node(host)
+        for _ in range(_STARTS):
+            if host is self.head and REDIS is not None:
+                self._start(host, REDIS, "--bind", "127.0.0.1", "--port", str(_REDIS_PORT), "--save", "")
+            if self._start(host, *_RAY, "start", *options, environment=environment).wait(_START_S) == 0:
+                return
+            host.end()
+        raise AssertionError(self.said())
+
+    def start_pod(self, host: Host, leave_s: float) -> subprocess.Popen[str]:
+        """A node there as the first process of a pod is one: on SIGTERM what runs on it is given `leave_s` to leave it.
+        Returns once it has replicas."""
+        options, environment = self._node(host)
+        environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = str(leave_s)
+        for _ in range(_STARTS):
+            pod = self._start(host, *_RAY, "start", "--block", *options, environment=environment)
+            wait_for(lambda pod=pod: pod.poll() is not None or self.on(host), f"replicas on {host.name}")  # type: ignore[misc]
+            if pod.poll() is None:
+                return pod
+            host.end()
+        raise AssertionError(self.said())
+
+    def _node(self, host: Host) -> tuple[list[str], dict[str, str]]:
+        """How `ray start` is told of it: options and environment."""
         address = f"{self.head.address}:{_GCS_PORT}"
         of_head = ["--head", f"--port={_GCS_PORT}", "--include-dashboard=false"]
         of_worker = [f"--address={address}"]
@@ -178,13 +202,7 @@ class Hosts(Endpoint):
             environment["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{_REDIS_PORT}"
         if host.gpus:
             environment["RAY_OVERRIDE_LABELS"] = json.dumps({"ray.io/accelerator-type": "A100"})
-        for _ in range(_STARTS):
-            if host is self.head and REDIS is not None:
-                self._start(host, REDIS, "--bind", "127.0.0.1", "--port", str(_REDIS_PORT), "--save", "")
-            if self._start(host, *_RAY, "start", *options, environment=environment).wait(_START_S) == 0:
-                return
-            host.end()
-        raise AssertionError(self.said())
+        return options, environment
 
     def mend(self) -> None:
         """Put every cable back and start a node where there is none."""
@@ -248,16 +266,16 @@ class Hosts(Endpoint):
 def hosts(model: ModelFolder, folder: Path, profile: Mapping[str, object], gpus: Sequence[int]) -> Iterator[Hosts]:
     """A first host and one for each of `gpus`, which has so many, once every replica is known. Skips the test that asks
     where this machine cannot have them."""
-    if why := _cannot():
+    if why := cannot():
         pytest.skip(why)
     with contextlib.ExitStack() as stack:
-        network = stack.enter_context(_network(1 + len(gpus), gpus))
+        made = stack.enter_context(network(1 + len(gpus), gpus))
         # Short, for Ray puts sockets deep below it and their paths may have 107 characters.
         ray_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fb-", ignore_cleanup_errors=True)))
         for name in ("ray-token", "secret"):
             (ray_folder / name).touch(mode=0o600)
             (ray_folder / name).write_text(os.urandom(32).hex())
-        address = network[0].address
+        address = made[0].address
         fields = {"replicas": sum(gpus), "gpus_per_replica": 1, "accelerator_type": "A100", "listen": "node"}
         router = {"host": address, "port": PORT, "auth": "none"}
         whole = Profile.model_validate({**fields, "router": router, **profile})
@@ -267,7 +285,7 @@ def hosts(model: ModelFolder, folder: Path, profile: Mapping[str, object], gpus:
         folder.mkdir(parents=True, exist_ok=True)
         running = Hosts(
             url_of(address, PORT),
-            network,
+            made,
             ray_folder,
             model,
             {
@@ -287,11 +305,11 @@ def hosts(model: ModelFolder, folder: Path, profile: Mapping[str, object], gpus:
         stack.callback(_end, running)
         running.start_ray(running.head)
         deployed = running.deploy("run", str(instance_file))
-        _until(lambda: _answers(running) or deployed.poll(), "the router answers")
+        wait_for(lambda: _answers(running) or deployed.poll(), "the router answers")
         for host in running.workers:
             running.start_ray(host)
         running.ended(deployed)
-        _until(lambda: len(running.replicas()) == sum(gpus), "every replica is known")
+        wait_for(lambda: len(running.replicas()) == sum(gpus), "every replica is known")
         yield running
 
 
@@ -310,7 +328,7 @@ def _end(running: Hosts) -> None:
 
 
 @contextlib.contextmanager
-def _network(count: int, gpus: Sequence[int]) -> Iterator[list[Host]]:
+def network(count: int, gpus: Sequence[int]) -> Iterator[list[Host]]:
     """So many namespaces that reach each other and this machine."""
     tag = f"fb{os.getpid()}"
     bridge = f"{tag}b"

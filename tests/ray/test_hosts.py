@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.config import HealthConfig
 from cluster.metrics import CONTINUED, ENGINE_DEATHS, FENCED, MOVES, REPLICAS_READY
 from cluster.model import ModelFolder
 from tests.closed_loop import Load, running_load
@@ -52,6 +53,10 @@ SUCCESSOR_S = 5.0
 BARE_STARTS = 4.0
 """Or the time of so many bare starts of such a process beside it: on a machine that does something else as well."""
 GCS_AWAY_S = 10.0
+DRAIN_S = HealthConfig().drain_timeout_s
+SERVES_OWN_S = 10.0
+"""What Serve gives a replica beyond that; see deployments/app.py."""
+REPLACED_WITHIN_S = 5.0
 LOAD_TOKENS = 400
 CLIENTS = 12
 PROMPTS = ("once upon a time", "twice upon a time")
@@ -432,6 +437,30 @@ async def test_a_killed_raylet_costs_no_stream_its_text_and_its_host_is_used_aga
         with capsys.disabled():
             print(f"\n[hosts] a killed raylet: its replicas gone after {noticed_s:.1f} s; {load.whole} answers whole")
         assert load.wrong == {}
+
+
+async def test_a_pod_that_kubernetes_ends_is_left_by_its_streams_before_it_goes_and_ends_once_they_have(
+    cluster: Hosts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kubernetes sends SIGTERM to `ray start --block`; there is no place for another in its stead."""
+    host = cluster.workers[1]
+    host.end()
+    async with client_of(cluster.url) as client:
+        await whole(cluster, client, REPLICAS - 1)
+        pod = cluster.start_pod(host, DRAIN_S + SERVES_OWN_S + REPLACED_WITHIN_S)
+        await whole(cluster, client)
+        async with loaded(cluster, client) as load:
+            before = await counts(client)
+            pod.terminate()
+            told_s = time.monotonic()
+            await asyncio.to_thread(pod.wait, REPLACED_WITHIN_S + WHOLE_AGAIN_S)
+            ended_s = time.monotonic() - told_s
+            await load.another(CLIENTS)
+            assert await counts(client) == before, "its replica died with work"
+        with capsys.disabled():
+            print(f"\n[hosts] a pod that Kubernetes ends: gone after {ended_s:.1f} s; {load.whole} answers whole")
+        assert load.wrong == {}
+        assert ended_s >= REPLACED_WITHIN_S, "a replica that takes its place is waited for"
 
 
 async def test_a_killed_controller_has_a_successor_within_5_s_and_costs_no_stream_its_text(
