@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from cluster.config import DEFAULT_CLASSES, EngineConfig, Order, PriorityClass, RouterConfig
@@ -169,9 +169,7 @@ def run(study: Study, one: Run, progress: Callable[[float], None] | None = None)
     Raises:
         CommandError: the trace or the faults do not allow it.
     """
-    config = sim_config(study, one.replicas)
-    if one.policy == LOAD_ONLY:
-        config = replace(config, router=config.router.model_copy(update={"affinity_weight": 0.0}))
+    config = sim_config(study, one)
     coming: Iterable[Arrival] = study.arrivals(one)
     backlog = None
     if study.batch is not None:
@@ -189,18 +187,23 @@ def run(study: Study, one: Run, progress: Callable[[float], None] | None = None)
     )
 
 
-def sim_config(study: Study, replicas: int) -> SimConfig:
+def sim_config(study: Study, one: Run) -> SimConfig:
     """
     Raises:
         CommandError: a fault names what is not there.
     """
+    router = RouterConfig()
+    if POLICIES[one.policy] is None:  # a baseline knows no objectives, and refuses nothing that would miss them
+        router = RouterConfig(classes=tuple(_with_objective(c, study.objectives) for c in DEFAULT_CLASSES))
+    if one.policy == LOAD_ONLY:
+        router = router.model_copy(update={"affinity_weight": 0.0})
     try:
         return SimConfig(
             model=study.model,
-            replicas=replicas,
+            replicas=one.replicas,
             routers=study.routers,
             engine=study.engine,
-            router=RouterConfig(classes=tuple(_with_objective(c, study.objectives) for c in DEFAULT_CLASSES)),
+            router=router,
             faults=study.faults,
         )
     except ValueError as error:

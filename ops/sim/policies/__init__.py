@@ -1,7 +1,9 @@
 """What is compared with production's placement: one file for each baseline, with its source.
 
-Each takes the place of `router.fleet.Fleet.place`, and of the controller that moves requests: admission, the router's queue,
-the replica's scheduler and its preemption are the same for all. Only Llumnix moves a request that has been placed.
+Each takes the place of `router.fleet.Fleet.place`, and of the controller that moves requests: the router's queue and its
+bounds, the replica's scheduler and its preemption are the same for all. Only Llumnix moves a request that has been placed.
+As published, none knows what requests are to meet, and none refuses one that will miss it: that part of admission is
+Forebay's. (Where it refuses for them too, p99 TTFT is that of those who were let in.)
 """
 
 from __future__ import annotations
