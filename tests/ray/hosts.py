@@ -11,6 +11,7 @@ is left; nobody else's are touched.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ PORT = 8000
 _GCS_PORT = 6379
 _REDIS_PORT = 6390
 _START_S = 120.0
+_NETWORKS = itertools.count()
 _END_S = 30.0
 _POLL_S = 0.05
 REDIS = shutil.which("redis-server")
@@ -330,7 +332,8 @@ def _end(running: Hosts) -> None:
 @contextlib.contextmanager
 def network(count: int, gpus: Sequence[int]) -> Iterator[list[Host]]:
     """So many namespaces that reach each other and this machine."""
-    tag = f"fb{os.getpid()}"
+    # Another name each time: the kernel may still be at removing what was there before.
+    tag = f"fb{os.getpid()}-{next(_NETWORKS)}"
     bridge = f"{tag}b"
     subnet = _free_subnet()
     with contextlib.ExitStack() as stack:
