@@ -41,6 +41,7 @@ SERVE_OPTIONS = $(if $(PROFILE),--profile '$(PROFILE)') $(if $(PORT),--port '$(P
                 $(if $(DTYPE),--dtype '$(DTYPE)')
 
 # What numba makes of the CPU kernels is kept in the user's cache; the stamp says for which sources.
+# Tests that run two at a time would each compile them.
 KERNELS   := .venv/.kernels
 
 .PHONY: help
@@ -64,11 +65,11 @@ install: $(INSTALLED) ## Make .venv and install what the lock names; the other v
 	@:
 
 .PHONY: test
-test: $(INSTALLED) ## The fast tests, under ten minutes on two cores
+test: $(KERNELS) ## The fast tests, under ten minutes on two cores
 	@$(call IN_TWO_PARTS,$(BIN),not slow and)
 
 .PHONY: test-slow
-test-slow: $(INSTALLED) ## The slow tests: Ray clusters, the real model, faults
+test-slow: $(KERNELS) ## The slow tests: Ray clusters, the real model, faults
 	@$(call IN_TWO_PARTS,$(BIN),slow and)
 
 .PHONY: test-vllm
