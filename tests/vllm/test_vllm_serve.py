@@ -85,8 +85,9 @@ async def check_whole(streams: list[tuple[str, Reader]], texts: dict[str, str]) 
 
 
 def core_of(replica_pid: int) -> tuple[psutil.Process, list[psutil.Process]]:
-    """A replica's engine core, and the core's own processes."""
-    (core,) = [p for p in psutil.Process(replica_pid).children() if "EngineCore" in p.name()]
+    """A replica's engine core, and the core's own processes. What a core is called in the list of processes is cut short at
+    times; beside it a replica has only Python's tracker of shared memory."""
+    (core,) = [p for p in psutil.Process(replica_pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
     return core, core.children(recursive=True)
 
 
