@@ -187,9 +187,12 @@ async def test_a_large_urgent_request_that_fits_nowhere_is_given_a_place_by_movi
         moved = [d for one in streams[:4] for d in await decided(cluster, one, "moved")]
         assert len(moved) == 1, "one of those that are as urgent makes room for it, and none of them is parked"
         assert "makes room" in moved[0]["why"]
-        (called,) = await decided(cluster, streams[4], "called_back")
-        assert "makes room" in called["why"]
-        assert await cluster.metric(CONTINUED, reason="called_back") == await cluster.metric(CONTINUED) == 1
+        # Once that one has moved, the less urgent one gives way where it is, or goes back to the queue, or has just ended.
+        called = await decided(cluster, streams[4], "called_back")
+        assert all("makes room" in one["why"] for one in called)
+        assert (
+            await cluster.metric(CONTINUED, reason="called_back") == await cluster.metric(CONTINUED) == len(called) <= 1
+        )
 
 
 async def test_under_even_load_nothing_is_proposed(tiny_model: ModelFolder, tmp_path: Path) -> None:
