@@ -31,7 +31,7 @@ from router.gates import GateKeeper
 from router.live import Live, size_bytes
 from router.pace import DrainRate, ServiceTimes
 from router.queue import BandQueue
-from router.routing import Need, Placement, prompts_ahead
+from router.routing import Need, Placement
 from router.view import Replica
 
 
@@ -130,7 +130,7 @@ class Arrivals:
         if step_s is None:
             return None
         replica = self._fleet[placement.replica_id]
-        ahead = replica.steps(prompts_ahead(live.request.priority, replica.view(self._config, now_s)))
+        ahead = self._fleet.steps_ahead(replica.replica_id, live.request.priority, now_s)
         return Prompts(ahead * step_s, replica.steps(self._prompt_left(live, replica)) * step_s)
 
     def _facts(self, live: Live, need: Need, count: int, now_s: float) -> RequestFacts:

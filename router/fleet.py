@@ -279,8 +279,12 @@ class Fleet:
 
     def _begins_soon(self, need: Need, placement: Placement, now_s: float) -> bool:
         """Whether the prompts that go before it there are run within a step."""
-        replica = self._replicas[placement.replica_id]
-        return replica.steps(prompts_ahead(need.priority, replica.view(self._config, now_s))) <= 1
+        return self.steps_ahead(placement.replica_id, need.priority, now_s) <= 1
+
+    def steps_ahead(self, replica_id: ReplicaId, priority: int, now_s: float) -> float:
+        """How many steps the prompts fill that are run there before one of `priority` that comes now."""
+        replica = self._replicas[replica_id]
+        return replica.steps(prompts_ahead(priority, replica.view(self._config, now_s)))
 
     def _views_of(self, replica_ids: Iterable[ReplicaId], now_s: float) -> list[ReplicaView]:
         replicas = self._replicas

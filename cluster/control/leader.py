@@ -15,7 +15,7 @@ Invariants: whom a follower follows only ever gets later; what comes from any ot
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cluster.messages import Follows
 from cluster.types import Generation
@@ -83,7 +83,7 @@ class Term:
     """The latest that it was told of, or was itself."""
     stood_by: bool = False
     """It has known another to be heard: it need leave no time to anybody."""
-    unheard_since_s: float | None = field(default=None)
+    unheard_since_s: float | None = None
     """Since when most hear nobody."""
 
 
