@@ -187,12 +187,13 @@ async def test_a_large_urgent_request_that_fits_nowhere_is_given_a_place_by_movi
         moved = [d for one in streams[:4] for d in await decided(cluster, one, "moved")]
         assert len(moved) == 1, "one of those that are as urgent makes room for it, and none of them is parked"
         assert "makes room" in moved[0]["why"]
-        # Once that one has moved, the less urgent one gives way where it is, or goes back to the queue, or has just ended.
+        # It goes back to the queue; where that one had moved before it did, the large one is let in beside it at once, and it
+        # gives way there when they have grown too large for the pool, if it has not ended.
         called = await decided(cluster, streams[4], "called_back")
         assert all("makes room" in one["why"] for one in called)
-        assert (
-            await cluster.metric(CONTINUED, reason="called_back") == await cluster.metric(CONTINUED) == len(called) <= 1
-        )
+        assert await cluster.metric(CONTINUED, reason="called_back") == await cluster.metric(CONTINUED) == len(called)
+        gave_way = called + await decided(cluster, streams[4], "preempted")
+        assert len(gave_way) <= 1, "one way or the other"
 
 
 async def test_under_even_load_nothing_is_proposed(tiny_model: ModelFolder, tmp_path: Path) -> None:
