@@ -73,6 +73,9 @@ class PeerLink:
             self._idle = self._loop.call_later(_KEPT_S, self._end_idle)
 
     def _end_idle(self) -> None:
+        # From now on, not once it has closed: what is to move meanwhile makes another.
+        self._open = False
+        self._on_ended()
         self._link.close("nothing moves over it")
 
     # --- LinkHandler ---

@@ -77,9 +77,11 @@ def test_equal_seeds_give_equal_event_logs_in_other_processes_and_other_seeds_ot
     assert hashes[0][0] == hashes[0][1] != hashes[0][2]
 
 
-def _worst(need: Need, views: Sequence[ReplicaView], rng: random.Random, favour: object = None) -> Placement | None:
+def _worst(
+    need: Need, views: Sequence[ReplicaView], rng: random.Random, favour: object = None, *, pushing: bool = False
+) -> Placement | None:
     """Another decision: the last replica that has room at all."""
-    del rng, favour
+    del rng, favour, pushing
     with_room = [v for v in views if v.load is not None and v.load.blocks_total >= need.blocks_max(16)]
     return Placement(with_room[-1].replica_id, need.blocks(16)) if with_room else None
 

@@ -459,10 +459,13 @@ async def test_a_replica_that_leaves_hands_back_what_is_copied_and_not_what_is_f
 async def test_a_link_that_nothing_moves_over_ends_and_is_made_again_when_something_does(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deployments.peer_link._KEPT_S", 0.05)
     p = await Played(make()).begin()
-    p.answer(ImportRefusal.FULL)
-    await asyncio.wait_for(p.wire.why, PATIENCE_S)
+    await p.source.hold()  # what is to move may not end meanwhile
+    with monkeypatch.context() as patched:
+        patched.setattr("deployments.peer_link._KEPT_S", 0.05)
+        p.answer(ImportRefusal.FULL)
+        await asyncio.wait_for(p.wire.why, PATIENCE_S)
+    p.source.steps.set()
     p.router.links["a"].move(p.r.request_id, 0, 1, p.entry)
     p.wire = await asyncio.wait_for(p.wires.get(), PATIENCE_S)
     assert isinstance(await p.wire.hears(), MoveBegin)
