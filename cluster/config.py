@@ -540,3 +540,90 @@ class HealthConfig(Config):
         description="A stopping replica finishes what ends within this; the rest goes on elsewhere, which costs computing "
         "it again up to where it was, and frees the GPU.",
     )
+
+
+class MetricsConfig(Config):
+    """Where replicas and controllers show what they measure, each at /metrics of a port of its own. Routers show theirs
+    beside their API."""
+
+    replica_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of a replica, on the address that it listens on for routers; 0 takes a free one, which its log "
+        "names. Where several run on one machine, one has it and the others show nothing. None: no replica listens.",
+    )
+    controller_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of a controller, likewise. None: no controller listens.",
+    )
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> MetricsConfig:
+        if self.replica_port is not None and self.replica_port == self.controller_port != 0:
+            raise ValueError(
+                f"replica_port and controller_port are both {self.replica_port}: they must differ, for a replica and a "
+                "controller may run on one machine"
+            )
+        return self
+
+
+class NoticeOn(StrEnum):
+    """Where on a Kubernetes Node a notice is."""
+
+    TAINT = "taint"
+    LABEL = "label"
+    ANNOTATION = "annotation"
+    CONDITION = "condition"
+
+
+class NodeNotice(Config):
+    """Something on a Node that says that it is about to go."""
+
+    on: NoticeOn = Field(
+        description="A taint counts with the effects NoSchedule and NoExecute, PreferNoSchedule is a wish."
+    )
+    key: str = Field(min_length=1, max_length=317, description="Its name; of a condition, the type.")
+    value: str | None = Field(None, max_length=256, description="None: any value; of a condition, the status True.")
+    why: str = Field(
+        min_length=1, max_length=100, description="In words, for status and Events: 'AWS ends its machine'."
+    )
+
+
+class KubernetesConfig(Config):
+    """What a controller does in Kubernetes: it watches nodes, so that work leaves those that go, and writes Events and a
+    Lease."""
+
+    kubeconfig: Path | None = Field(
+        None, description="A kubeconfig file; none takes the service account of the controller's pod."
+    )
+    namespace: str = Field(
+        "default", min_length=1, max_length=63, description="Of the pods, and so of the Events and the Lease."
+    )
+    name: str = Field(
+        "forebay", min_length=1, max_length=63, description="Of the Lease; one for each Forebay in the namespace."
+    )
+    nodes: str = Field("", max_length=1024, description="Label selector of the nodes that are watched; empty: all.")
+    known_notices: bool = Field(
+        True,
+        description="Heed what Kubernetes, autoscalers and clouds put on nodes that go (cluster/control/nodes.py lists it).",
+    )
+    notices: tuple[NodeNotice, ...] = Field((), max_length=64, description="Further ones.")
+    return_after_s: NonNegativeFloat = Field(
+        5.0, description="A node without a notice takes work again after so long: some come and go."
+    )
+    watch_s: PositiveFloat = Field(
+        30.0, ge=1, description="A watch is made anew after so long, which proves that it is not a dead connection."
+    )
+    backoff_max_s: PositiveFloat = Field(
+        30.0, description="Longest pause before an API server that does not answer is asked again."
+    )
+    call_timeout_s: PositiveFloat = Field(5.0, description="Longest time for one answer of the API server.")
+    lease_s: PositiveFloat = Field(
+        15.0, ge=3, description="How long the Lease holds without being renewed; it is renewed each third of that."
+    )
+    events_per_minute: PositiveFloat = Field(
+        30.0, description="More Events than this are not written, but for the first ten; what is alike is one, counted."
+    )

@@ -13,8 +13,10 @@ from typing import Annotated
 import msgspec
 
 from cluster.types import (
+    DrainedBy,
     EngineState,
     Generation,
+    PodRef,
     Preempted,
     PrefixChange,
     Refusal,
@@ -26,8 +28,8 @@ from cluster.types import (
     TokenDelta,
 )
 
-PROTOCOL_NEWEST = 6
-PROTOCOL_OLDEST = 6
+PROTOCOL_NEWEST = 7
+PROTOCOL_OLDEST = 7
 """The oldest version that this code still speaks."""
 
 
@@ -48,6 +50,8 @@ class RosterEntry(msgspec.Struct, frozen=True, array_like=True):
     model: str
     zone: str = ""
     """What else fails together with it, beyond its host; empty where nobody has said."""
+    node: str = ""
+    """Its Kubernetes node; empty where nobody has said."""
 
 
 # --- the handshake, on every connection ---
@@ -246,6 +250,7 @@ class ReplicaHere(Message, frozen=True):
 
     entry: RosterEntry
     pid: int
+    pod: PodRef | None = None
 
 
 class Standing(StrEnum):
@@ -283,6 +288,16 @@ class ReplicaStatus(Message, frozen=True):
     """The most worth weighing of what is here, a bounded number; None from a replica on which nothing is worth it."""
     retiring: bool = False
     """It drains because it was told to retire, and leaves on a `Leave`."""
+    by_operator: bool = False
+    """It drains because somebody asked for that."""
+    by_node: bool = False
+    """It drains because its node is about to go."""
+
+    @property
+    def drained_by(self) -> tuple[DrainedBy, ...]:
+        """Sorted."""
+        told = (DrainedBy.NODE, self.by_node), (DrainedBy.OPERATOR, self.by_operator), (DrainedBy.SCALE, self.retiring)
+        return tuple(by for by, drains in told if drains)
 
 
 class BandStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -291,6 +306,22 @@ class BandStatus(msgspec.Struct, frozen=True, array_like=True):
     queued_requests: int
     queued_bytes: int
     running_requests: int
+    oldest_s: float | None = None
+    """Age of the oldest that is queued; None where none is."""
+
+
+class MoveStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A live move under way."""
+
+    request_id: RequestId
+    priority_class: str
+    source: ReplicaId
+    target: ReplicaId
+    stage: str
+    """A name of `router.moving.Stage` in small letters."""
+    age_s: float
+    """Since it was asked for."""
+    why: str
 
 
 class Unroutable(msgspec.Struct, frozen=True, array_like=True):
@@ -309,6 +340,8 @@ class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
     """Whether a replica takes its work."""
     bands: tuple[BandStatus, ...]
     unroutable: tuple[Unroutable, ...] = ()
+    moves: tuple[MoveStatus, ...] = ()
+    """The first of those under way, a bounded number."""
 
 
 class RouterStatus(Message, frozen=True):
@@ -341,7 +374,7 @@ class DrainAsk(Message, frozen=True):
 
     ask_id: int
     name: str
-    """A replica's id, or the host of some."""
+    """A replica's id, or the host or the Kubernetes node of some."""
     drain: bool
 
 
@@ -535,6 +568,8 @@ class DrainOrder(Message, frozen=True):
     drain: bool
     retire: bool = False
     """So that it can leave: one replica fewer is needed. Without it, a drain is somebody's who will undo it."""
+    node: bool = False
+    """Because its node is about to go, or is not any more: nothing that anybody else has asked is changed by that."""
 
 
 class Leave(Message, frozen=True):
@@ -568,11 +603,46 @@ class Propose(Message, frozen=True):
     """What it was decided by."""
 
 
+class Stays(Message, frozen=True):
+    """A router does not do what was proposed for another request's sake: the room is not made, and may be elsewhere."""
+
+    request_id: RequestId
+    attempt: int
+    for_request_id: RequestId
+
+
 class ReplicaSummary(msgspec.Struct, frozen=True):
     entry: RosterEntry
     pid: int
     report: ReplicaReport | None
     report_age_s: float | None
+    drained_by: tuple[DrainedBy, ...] = ()
+    pod: PodRef | None = None
+
+
+class NodeStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A Kubernetes node that is about to go."""
+
+    node: str
+    why: str
+
+
+class KubernetesStatus(msgspec.Struct, frozen=True, array_like=True):
+    """How a controller stands with Kubernetes."""
+
+    nodes: int | None
+    """That are known; None before they were listed."""
+    going: tuple[NodeStatus, ...]
+    """The first of those that are about to go, a bounded number."""
+    heard_s: float | None
+    """Since the API server was last heard about nodes; None: never."""
+    lease_holder: str
+    """As the Lease was read last; empty: nobody's, or it is not known."""
+    holds_lease: bool
+    events_written: int
+    events_dropped: int
+    trouble: str = ""
+    """What the API server did not do the last time; empty while all goes well."""
 
 
 class ClusterStatus(Message, frozen=True):
@@ -584,13 +654,17 @@ class ClusterStatus(Message, frozen=True):
     routers: tuple[RouterStatus, ...]
     scale: tuple[ScaleStatus, ...] = ()
     """Of each model whose replicas come and go."""
+    kubernetes: KubernetesStatus | None = None
+    """None where the controller has nothing to do with Kubernetes."""
 
 
 ToReplica = Add | Abort | ResendFrom | Goodbye | Move | CallOff | Grant | Release
 ToPeer = MoveBegin | MoveBlocks | MoveState | MoveAbort
 FromPeer = MoveAnswer
 ToRouter = StepFrame
-ToController = ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand | Unplaced | Follows
+ToController = (
+    ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand | Unplaced | Stays | Follows
+)
 FromController = (
     Granted | Roster | ClusterStatus | DrainOrder | Leave | DrainTold | Gates | Propose | Weigh | Leads | ScaleStatus
 )

@@ -22,6 +22,12 @@ LATENCY_BUCKETS_SECONDS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
+ITL_BUCKETS_SECONDS = (
+    0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+"""Fine about the time of a step, and long enough for a move or a wait in between."""
+
+DECISION_BUCKETS_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 PREEMPTION_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
 
@@ -31,13 +37,40 @@ REQUESTS = Metric(
     ("priority_class", "outcome"),
 )
 TTFT = Metric("forebay_ttft_seconds", "From arrival to the first token sent to the client.", ("priority_class",))
+ITL = Metric(
+    "forebay_itl_seconds",
+    "Between two arrivals of tokens of a request, whatever lay between: a preemption or a move too. Tokens that come "
+    "together are one arrival.",
+    ("priority_class",),
+)
 TPOT = Metric("forebay_tpot_seconds", "(end - first token) / (tokens - 1) of finished requests.", ("priority_class",))
 E2E = Metric("forebay_e2e_seconds", "From arrival to the end of finished requests.", ("priority_class",))
+ADMISSIONS = Metric(
+    "forebay_admissions",
+    "What was decided of requests at arrival, by class: admitted (begins at once), queued, or the outcome of one that is "
+    "refused; each choice of a client's n is one.",
+    ("priority_class", "decision"),
+)
+SLO_FIRST_TOKENS = Metric(
+    "forebay_slo_requests",
+    "Requests of classes with first_token_slo_s, by whether the first token came in time, true or false; refused "
+    "and lost ones count as late. One that its client left, or read too slowly, or that times of its own have ended, counts "
+    "only where it was late by then; one that no replica could ever hold, or that asks for no token, never.",
+    ("priority_class", "attained"),
+)
+SLO_FIRST_TOKEN_TARGET = Metric(
+    "forebay_slo_first_token_seconds", "first_token_slo_s of the classes that have one.", ("priority_class",)
+)
 QUEUE_WAIT = Metric("forebay_queue_wait_seconds", "From arrival to the first dispatch.", ("priority_class",))
 TOKENS_OUT = Metric("forebay_output_tokens", "Output tokens received from replicas.", ("priority_class",))
 TOKENS_IN = Metric("forebay_prompt_tokens", "Prompt tokens of accepted requests.", ("priority_class",))
 QUEUED = Metric("forebay_queued_requests", "Requests in the router's queue.", ("priority_class",))
 QUEUED_BYTES = Metric("forebay_queued_bytes", "Bytes in the router's queue.", ("priority_class",))
+QUEUED_OLDEST = Metric(
+    "forebay_queued_oldest_seconds",
+    "How long the request in the router's queue that has waited longest has waited; 0 where none waits.",
+    ("priority_class",),
+)
 QUEUED_SERVICE = Metric(
     "forebay_queued_service_tokens",
     "What serving the router's queue is expected to take, in weighted tokens.",
@@ -66,6 +99,16 @@ GATE_SHUT = Metric(
 OTHER_TENANTS = "other"
 """Stands for every tenant that the config does not name."""
 SERVED = Metric("forebay_tenant_service_tokens", "Weighted tokens that tenants were charged for.", ("tenant",))
+TENANT_QUEUED = Metric("forebay_tenant_queued_requests", "Requests in the router's queue.", ("tenant",))
+JOURNAL_REQUESTS = Metric("forebay_journal_requests", "Live requests in the router's journal.")
+JOURNAL_BYTES = Metric(
+    "forebay_journal_bytes", "Bytes that the journal's requests are charged for, with what they have emitted."
+)
+DECISION = Metric(
+    "forebay_decision_seconds",
+    "Time that a decision took: arrival (admission and placement of one), dispatch (a turn over what waits).",
+    ("decision",),
+)
 IN_FLIGHT = Metric("forebay_in_flight_requests", "Requests dispatched to replicas and not ended.", ("priority_class",))
 PREEMPTIONS = Metric(
     "forebay_preemptions",
@@ -124,6 +167,15 @@ SCALE = Metric(
 )
 SCALE_FIGURES = ("demand_per_s", "of_one_per_s", "occupied", "queued", "attained")
 REPLICAS_READY = Metric("forebay_replicas_ready", "Replicas that new work can be sent to.")
+REPLICAS = Metric("forebay_replicas", "Replicas of the roster, by what the router makes of them.", ("condition",))
+REPLICA_REPORT_AGE = Metric(
+    "forebay_replica_report_age_seconds", "Age of a replica's last report, when the router was asked.", ("replica",)
+)
+REPLICA_CLASS_BLOCKS = Metric(
+    "forebay_replica_class_kv_blocks",
+    "KV blocks that running and paused requests of a class hold on a replica.",
+    ("replica", "priority_class"),
+)
 REPLICA_SLOTS = Metric("forebay_replica_slots", "Running-request slots of a replica.", ("replica",))
 REPLICA_RUNNING = Metric("forebay_replica_running_requests", "Running requests of a replica.", ("replica",))
 REPLICA_WAITING = Metric(
@@ -150,4 +202,39 @@ REPLICA_PREFIX_HIT_TOKENS = Metric(
 )
 REPLICA_PADDING_TOKENS = Metric(
     "forebay_replica_padding_tokens", "Tokens that a padding batching mode ran for nobody.", ("replica",)
+)
+
+# What a replica itself shows at its own port, under the names that gateways and dashboards for model servers know (vLLM's).
+SERVER_RUNNING = Metric("vllm:num_requests_running", "Requests in the running batch.", ("model_name",))
+SERVER_WAITING = Metric("vllm:num_requests_waiting", "Requests held and not running.", ("model_name",))
+SERVER_KV_USAGE = Metric("vllm:kv_cache_usage_perc", "Part of the KV blocks that is in use, 0 to 1.", ("model_name",))
+SERVER_CACHE = Metric(
+    "vllm:cache_config_info", "Size of the KV cache, in labels.", ("model_name", "block_size", "num_gpu_blocks")
+)
+OUTPUT_OVER_PREDICTED = Metric(
+    "forebay_output_over_predicted",
+    "Output tokens of requests that ended by themselves over the length that was predicted when the replica took them; not "
+    "of those that came with a part of their output.",
+    (MODEL_LABEL, "priority_class"),
+)
+
+# What a controller shows at its own port.
+TICK = Metric("forebay_controller_tick_seconds", "Time that one tick of the controller took: observe, decide, act.")
+TICK_DECISIONS = Metric("forebay_controller_decisions", "What the controller ordered or proposed, by kind.", ("kind",))
+
+# Kubernetes: what a controller that watches nodes shows at its own port.
+KUBERNETES_WATCH_AGE = Metric(
+    "forebay_kubernetes_watch_age_seconds",
+    "Since Kubernetes' API server was last heard about nodes; absent before the first time.",
+)
+KUBERNETES_WATCHES = Metric(
+    "forebay_kubernetes_watches",
+    "Watches over nodes that ended: agreed (as was asked for), gone (a full listing followed), failed (as did each listing "
+    "that failed).",
+    ("ended",),
+)
+KUBERNETES_NODES_GOING = Metric("forebay_kubernetes_nodes_going", "Nodes that are about to go, as far as is known.")
+KUBERNETES_LEASE_HELD = Metric("forebay_kubernetes_lease_held", "1 where the controller holds the Lease.")
+KUBERNETES_EVENTS = Metric(
+    "forebay_kubernetes_events", "Events that were written, or were not (dropped).", ("outcome",)
 )

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from cluster.messages import RosterEntry, Standing, StepFrame
+from cluster.tally import Snapshot
 from cluster.types import (
     EngineLoad,
     EngineState,
@@ -66,6 +67,8 @@ class EngineProgress(Value, frozen=True):
     """Age of the step that runs now; None between steps and when idle."""
     failure: str = ""
     """Why it ended, when it was not asked to."""
+    foretold: tuple[tuple[str, Snapshot], ...] = ()
+    """By class, the output tokens of requests that ended by themselves over what was predicted when they were taken."""
 
 
 NO_KV = ""

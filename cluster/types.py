@@ -253,6 +253,23 @@ class ReplicaState(StrEnum):
     DRAINING = "draining"
 
 
+class DrainedBy(StrEnum):
+    """Who has a replica drain; it drains as long as any of them does."""
+
+    OPERATOR = "operator"
+    SCALE = "scale"
+    """So that it can leave: fewer are needed."""
+    NODE = "node"
+    """Its Kubernetes node is about to go."""
+
+
+class PodRef(msgspec.Struct, frozen=True, array_like=True):
+    """A pod, in its release's namespace."""
+
+    name: str
+    uid: str = ""
+
+
 class SharedWork(msgspec.Struct, frozen=True, array_like=True):
     """A request that a router sent out of its class's minimum share, past more urgent work that waited (router/share.py)."""
 

@@ -11,9 +11,10 @@ from cluster.clock import SystemClock
 from cluster.control.demand import Meter
 from cluster.messages import ToController
 from deployments.controller_server import ROLES, ControllerServer
+from deployments.exposition import exposed
 from deployments.process import configure_logging, listen_host
 from deployments.scaler import Scaled, scalers
-from deployments.settings import Instance
+from deployments.settings import Environment, Instance
 from deployments.tasks import raise_if_ended
 from deployments.transport import Acceptor
 
@@ -41,10 +42,17 @@ class Controller:
         decode = msgspec.msgpack.Decoder(ToController).decode
         self._acceptor = Acceptor(server.identity, ROLES, decode, server.accept, instance.profile.transport)
         self._address = await self._acceptor.listen(listen_host(instance), 0, secret)
+        port = instance.profile.metrics.controller_port
+        self._exposition = exposed(server.registry, "metrics.controller_port", self._address[0], port)
         self._tasks = [
             asyncio.create_task(scaler.run(), name="scaler")
             for scaler in scalers(scaled, meters, instance.serve, application, server, clock)
         ]
+        if (kubernetes := instance.profile.kubernetes) is not None:
+            from deployments.kube.operator import in_kubernetes
+
+            operator = in_kubernetes(kubernetes, server, clock, Environment().pod_ref)
+            self._tasks.append(asyncio.create_task(operator.run(), name="kubernetes"))
 
     async def address(self) -> tuple[str, int]:
         """Where routers and replicas connect."""
@@ -55,7 +63,11 @@ class Controller:
         raise_if_ended(self._tasks)
 
     async def __del__(self) -> None:
-        for task in getattr(self, "_tasks", ()):
+        tasks = getattr(self, "_tasks", ())
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if hasattr(self, "_exposition"):
+            await asyncio.to_thread(self._exposition.close)
         if hasattr(self, "_acceptor"):
             await self._acceptor.close()

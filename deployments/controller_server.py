@@ -17,12 +17,15 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
 
 from cluster.config import ControlConfig
 from cluster.control.demand import Meter
 from cluster.control.gates import PERIOD_S
+from cluster.control.happenings import ReplicaSeen, ScaleSeen
 from cluster.control.leader import BEAT_S, SILENT_S, Term, decide
 from cluster.control.loop import WEIGH_FOR_S, Control
 from cluster.control.routers import Routers
@@ -34,6 +37,7 @@ from cluster.messages import (
     Follows,
     Granted,
     Hello,
+    KubernetesStatus,
     Leads,
     Leave,
     ReplicaHere,
@@ -45,12 +49,14 @@ from cluster.messages import (
     RouterStatus,
     ScaleStatus,
     StatusRequest,
+    Stays,
     ToController,
     Unplaced,
     Weigh,
 )
 from cluster.ports import Clock
-from cluster.types import Generation, ReplicaId, ReplicaReport, ReplicaState, RouterId
+from cluster.types import DrainedBy, Generation, PodRef, ReplicaId, ReplicaReport, ReplicaState, RouterId
+from deployments.exposition import ControllerFigures, Kind
 from deployments.transport import Identity, Link
 
 LOG = logging.getLogger("forebay.controller")
@@ -77,6 +83,8 @@ class _Peer:
     sender_id: str
     entry: RosterEntry | None = None
     pid: int = 0
+    pod: PodRef | None = None
+    drained_by: tuple[DrainedBy, ...] = ()
     report: ReplicaReport | None = None
     reported_at: float | None = None
     router: RouterStatus | None = field(default=None)
@@ -115,6 +123,9 @@ class ControllerServer:
         self._meters = meters or {}
         self._secret = secret
         self._clock = clock
+        self.registry = CollectorRegistry()
+        """Of what this controller measures of itself."""
+        self._figures = ControllerFigures(self.registry)
         self._started_at = clock.monotonic()
         self._term = Term(place, uuid.uuid4().hex)
         self._leads_since_s = self._beat_s = self._ticked_s = -math.inf
@@ -131,6 +142,8 @@ class ControllerServer:
         self._handing_out: asyncio.TimerHandle | None = None
         self._scale: dict[str, tuple[ScaleStatus, float]] = {}
         """Of each model with scale, what was decided last, and when routers were told."""
+        self.kubernetes_status: Callable[[], KubernetesStatus | None] = lambda: None
+        """How this controller stands with Kubernetes (deployments/kube/operator.py), where it has to do with it."""
 
     def identity(self, hello: Hello) -> Identity:
         """Who we are towards this peer."""
@@ -140,6 +153,11 @@ class ControllerServer:
     @property
     def leads(self) -> bool:
         return self._term.leads is not None
+
+    @property
+    def generation(self) -> Generation | None:
+        """As which this controller leads; None: it does not."""
+        return self._term.leads
 
     def accept(self, link: Link, hello: Hello) -> _Peer:
         peer = _Peer(self, link, hello.role, hello.sender_id)
@@ -182,13 +200,14 @@ class ControllerServer:
             case Follows():
                 peer.word = message
                 self._voters[peer.sender_id] = peer
-            case ReplicaHere(entry=entry, pid=pid):
-                peer.entry, peer.pid, peer.ungranted = entry, pid, False
+            case ReplicaHere(entry=entry, pid=pid, pod=pod):
+                peer.entry, peer.pid, peer.pod, peer.ungranted = entry, pid, pod, False
                 highest = max(self._replica_generation_highest, entry.generation.number)
                 self._replica_generation_highest = highest
                 self._tell_routers()
             case ReplicaStatus(report=report, held=held, retiring=retiring):
                 peer.report, peer.reported_at = report, self._clock.monotonic()
+                peer.drained_by = message.drained_by
                 if peer.entry is not None:
                     self._control.replica(peer.entry, report, held, peer.reported_at)
                 if peer.entry is not None and peer.entry.model in self._meters:
@@ -208,6 +227,8 @@ class ControllerServer:
                 router_id = RouterId(peer.sender_id)
                 if self._router_peers.get(router_id) is peer:
                     self._control.unplaced(router_id, message, self._clock.monotonic())
+            case Stays():
+                self._control.stays(message)
             case StatusRequest(ask_id=ask_id):
                 if self._term.leads is not None:
                     peer.link.send(self._status(ask_id, self._term.leads))
@@ -325,6 +346,7 @@ class ControllerServer:
         self._take_stock(now_s)
         if self._term.leads is not None and now_s - self._leads_since_s >= _SETTLE_S:
             self._propose(self._term.leads, now_s)
+        self._figures.ticked(self._clock.monotonic() - now_s)
 
     def _propose(self, leads: Generation, now_s: float) -> None:
         began_s = time.thread_time()
@@ -333,10 +355,12 @@ class ControllerServer:
             peer = self._router_peers.get(proposal.router_id)
             if peer is not None and not peer.link.congested:
                 peer.link.send(proposal.message(leads))
+                self._figures.decided(Kind.CALL_BACK if proposal.target is None else Kind.MOVE)
         for model in self._control.to_weigh(now_s):
             for peer in self._peers:
                 if peer.entry is not None and peer.entry.model == model:
                     peer.link.send(Weigh(WEIGH_FOR_S))
+                    self._figures.decided(Kind.WEIGH)
         took_s = time.thread_time() - began_s
         if proposals or took_s > _TICK_CPU_S:
             LOG.debug("a tick took %.1f ms of CPU and made %d proposals", took_s * 1000, len(proposals))
@@ -348,13 +372,33 @@ class ControllerServer:
         for peer in self._peers:
             if peer.entry is not None and peer.entry.replica_id == replica_id:
                 peer.link.send(message)
+                self._figures.decided(Kind.LEAVE if isinstance(message, Leave) else _kind_of(message.drain))
 
     def _drain(self, ask: DrainAsk) -> DrainTold:
         """Tell those that are meant. Whether a replica drains is its own state: a successor reads it in its reports."""
-        meant = [p for p in self._peers if p.entry is not None and ask.name in (p.entry.replica_id, p.entry.host)]
+        meant = [
+            p
+            for p in self._peers
+            if p.entry is not None and ask.name and ask.name in (p.entry.replica_id, p.entry.host, p.entry.node)
+        ]
         for peer in meant:
             peer.link.send(DrainOrder(ask.drain))
+            self._figures.decided(_kind_of(ask.drain))
         return DrainTold(ask.ask_id, tuple(sorted(p.entry.replica_id for p in meant if p.entry is not None)))
+
+    def replicas(self) -> dict[ReplicaId, ReplicaSeen]:
+        """Those that have reported, as far as people are told of what becomes of them."""
+        return {
+            p.entry.replica_id: ReplicaSeen(
+                p.entry.generation, p.entry.model, p.entry.node, p.pod, frozenset(p.drained_by)
+            )
+            for p in self._peers
+            if p.entry is not None and p.report is not None
+        }
+
+    def scales(self) -> dict[str, ScaleSeen]:
+        """What was decided last about each model with scale."""
+        return {model: ScaleSeen(status.now.wanted, status.now.why) for model, (status, _) in self._scale.items()}
 
     def scaled(self, status: ScaleStatus) -> None:
         """What was decided about a model's number of replicas; routers hear of it when it changes, and now and then."""
@@ -369,6 +413,8 @@ class ControllerServer:
             self._scale[status.model] = status, told_s
             return
         self._scale[status.model] = status, now_s
+        if before is not None and before.now.wanted != status.now.wanted:
+            self._figures.decided(Kind.SCALE)
         for peer in self._router_peers.values():
             if not peer.link.congested:
                 peer.link.send(status)
@@ -400,10 +446,17 @@ class ControllerServer:
                     pid=p.pid,
                     report=p.report,
                     report_age_s=None if p.reported_at is None else now - p.reported_at,
+                    drained_by=p.drained_by,
+                    pod=p.pod,
                 )
                 for p in replicas
                 if p.entry
             ),
             routers=tuple(sorted((p.router for p in self._peers if p.router), key=lambda r: r.router_id)),
             scale=tuple(self._scale[model][0] for model in sorted(self._scale)),
+            kubernetes=self.kubernetes_status(),
         )
+
+
+def _kind_of(drain: bool) -> Kind:
+    return Kind.DRAIN if drain else Kind.TAKE_WORK

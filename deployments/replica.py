@@ -39,7 +39,8 @@ class Replica:
         replica_id = ReplicaId(serve.get_replica_context().replica_id.unique_id)
         find, *standby = map(controller_finder, controllers)
         self._process = ReplicaProcess(instance, model.folder, replica_id, find, load, _die, self._retire, *standby)
-        await self._process.start(listen_host(instance), zone=Environment().zone)
+        here = Environment()
+        await self._process.start(listen_host(instance), here.zone, here.node, here.pod_ref)
         settle()
         await self._process.meet_routers()
 

@@ -10,12 +10,15 @@ import asyncio
 import os
 from collections.abc import Callable
 
+from prometheus_client import CollectorRegistry
+
 from cluster.clock import SystemClock
 from cluster.messages import DrainOrder, FromController, Granted, Leave, ReplicaHere, ReplicaStatus, RosterEntry, Weigh
 from cluster.model import ModelFolder
 from cluster.ports import EnginePort
-from cluster.types import Generation, ReplicaId
+from cluster.types import DrainedBy, Generation, PodRef, ReplicaId
 from deployments.controller_link import ControllerLinks, Find
+from deployments.exposition import Exposition, ReplicaFigures, exposed
 from deployments.replica_server import ROLES, ReplicaServer, decode
 from deployments.settings import Instance
 from deployments.tasks import raise_if_ended
@@ -54,6 +57,7 @@ class ReplicaProcess:
         self._granted: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._here: ReplicaHere | None = None
         self._acceptor: Acceptor | None = None
+        self._exposition: Exposition | None = None
         self._controllers = ControllerLinks(
             (find,) if standby is None else (find, standby),
             self._hello_identity,
@@ -66,11 +70,12 @@ class ReplicaProcess:
         self._leaving = False
         self._ordered: asyncio.Task[None] | None = None
         """A drain that this replica was ordered, not one that ends it."""
-        self._retiring = False
-        """It was ordered because this replica is not needed any more."""
+        self._drained_by: set[DrainedBy] = set()
+        """Who has ordered it and not taken it back."""
 
-    async def start(self, host: str, zone: str = "") -> None:
-        """Load the engine, get a generation, listen on `host`, and tell the controller where, and in which `zone`."""
+    async def start(self, host: str, zone: str = "", node: str = "", pod: PodRef | None = None) -> None:
+        """Load the engine, get a generation, listen on `host`, and tell the controller where, in which `zone`, on which
+        Kubernetes `node` and in which `pod`."""
         self._tasks.append(asyncio.create_task(self._controllers.run(), name="controller links"))
         # Loading takes seconds, in a thread so that health checks and the link to the controller go on.
         self.engine = await asyncio.to_thread(self._load, self._model)
@@ -81,10 +86,16 @@ class ReplicaProcess:
         self.server.start(self._on_death)
         self._acceptor = Acceptor(lambda _: identity, ROLES, decode, self.server.accept, transport)
         host, port = await self._acceptor.listen(host, 0, self._secret)
-        entry = RosterEntry(self._id, generation, host, port, self._model.name, zone)
-        self._here = ReplicaHere(entry=entry, pid=os.getpid())
+        self._exposition = self._exposed(host)
+        entry = RosterEntry(self._id, generation, host, port, self._model.name, zone, node)
+        self._here = ReplicaHere(entry=entry, pid=os.getpid(), pod=pod)
         self._controllers.tell(self._here)
         self._tasks.append(asyncio.create_task(self._tick(), name="tick"))
+
+    def _exposed(self, host: str) -> Exposition:
+        registry = CollectorRegistry()
+        registry.register(ReplicaFigures(self._model.name, self.engine.progress))
+        return exposed(registry, "metrics.replica_port", host, self._profile.metrics.replica_port)
 
     async def meet_routers(self) -> None:
         """Return once as many routers are linked as there are, or after `_MEET_S`: until then this replica is of no use
@@ -113,24 +124,28 @@ class ReplicaProcess:
                 pass  # for routers
 
     def _order(self, order: DrainOrder) -> None:
-        """Somebody has asked for a drain, or has taken that back; whoever leaves anyway heeds neither. What an operator
-        drains does not retire with it, nor take work again when fewer are to."""
+        """Somebody has asked for a drain, or has taken that back; whoever leaves anyway heeds neither. It drains until all
+        that have asked for it have taken it back. But what drains for another reason does not retire with that, and an
+        operator's word, either way, is the last about retiring."""
         if self._acceptor is None or self._leaving:
             return
-        if order.retire and (self._ordered is not None if order.drain else not self._retiring):
+        by = DrainedBy.NODE if order.node else DrainedBy.SCALE if order.retire else DrainedBy.OPERATOR
+        if by is DrainedBy.SCALE and order.drain and self._drained_by:
             return
-        if self._ordered is not None:
+        if by is DrainedBy.OPERATOR:
+            self._drained_by.discard(DrainedBy.SCALE)
+        (self._drained_by.add if order.drain else self._drained_by.discard)(by)
+        if self._drained_by and self._ordered is None:
+            self._ordered = asyncio.create_task(self._empty(), name="ordered drain")
+        elif not self._drained_by and self._ordered is not None:
             self._ordered.cancel()
             self._ordered = None
-        self._retiring = order.drain and order.retire
-        if order.drain:
-            self._ordered = asyncio.create_task(self._empty(), name="ordered drain")
-        else:
             self.server.take_work(True)
 
     def _leave(self) -> None:
         """Nothing comes any more where the drain is over: it is not taken back from here on."""
-        if self._retiring and not self._leaving and self._ordered is not None and self._ordered.done():
+        retires = DrainedBy.SCALE in self._drained_by
+        if retires and not self._leaving and self._ordered is not None and self._ordered.done():
             self._leaving = True
             self._on_leave()
 
@@ -139,7 +154,14 @@ class ReplicaProcess:
             self.server.tick()
             report = self.server.report(None)
             held = self.server.held(report.load)
-            self._controllers.tell(ReplicaStatus(report=report, held=held, retiring=self._retiring))
+            status = ReplicaStatus(
+                report,
+                held,
+                retiring=DrainedBy.SCALE in self._drained_by,
+                by_operator=DrainedBy.OPERATOR in self._drained_by,
+                by_node=DrainedBy.NODE in self._drained_by,
+            )
+            self._controllers.tell(status)
             await asyncio.sleep(self._profile.transport.report_period_s)
 
     def check(self) -> None:
@@ -188,6 +210,8 @@ class ReplicaProcess:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._exposition is not None:
+            await asyncio.to_thread(self._exposition.close)
         if self._acceptor is not None:
             await self.server.close()
             await self._acceptor.close()

@@ -5,14 +5,30 @@ Serve's HTTP proxy is not used; Serve starts this process, watches it and starts
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
+import ray
 from ray.serve.handle import DeploymentHandle
 
 from deployments.garbage import settle
 from deployments.process import configure_logging, controller_finder
 from deployments.router_process import RouterProcess
-from deployments.settings import Instance
+from deployments.settings import Instance, url_of
+
+
+def reached_at(url: str, node_address: Callable[[], str]) -> str:
+    """The address for others of what listens at `url`: of one that listens on every address of its node, the node's."""
+    told = urlsplit(url)
+    if told.hostname is None or told.port is None:
+        return ""
+    try:
+        everywhere = ip_address(told.hostname).is_unspecified
+    except ValueError:  # a name
+        everywhere = False
+    return url_of(node_address() if everywhere else told.hostname, told.port)
 
 
 class Router:
@@ -29,6 +45,10 @@ class Router:
     async def drain(self) -> None:
         """Leave, while the replicas still work."""
         await self._process.drain()
+
+    async def address(self) -> str:
+        """Where others of the cluster reach it; empty while it stands by."""
+        return reached_at(self._process.url, ray.util.get_node_ip_address)
 
     async def check_health(self) -> None:
         """Serve asks every second; raising replaces this router."""

@@ -36,6 +36,7 @@ from cluster.messages import (
     RouterStatus,
     ScaleStatus,
     StatusRequest,
+    Stays,
     Weigh,
 )
 from cluster.types import ReplicaId, RouterId
@@ -53,6 +54,7 @@ from router.exposition import ByModel
 from router.keys import KeyRing
 from router.metrics_sink import ControllerMetrics, RouterMetrics
 from router.pools import Pool, Pools
+from router.proposals import Verdict
 
 _log = logging.getLogger("forebay.router")
 
@@ -189,8 +191,12 @@ class RouterProcess:
             case Gates(model=name):
                 if name in self.cores:
                     self.cores[name].hear(message)
-            case Propose():
-                any(core.propose(message) for core in self.cores.values())  # one has that replica, or it is gone
+            case Propose(for_request_id=for_request_id):
+                # One has that replica, or it is gone.
+                verdicts = (core.propose(message) for core in self.cores.values())
+                verdict = next((v for v in verdicts if v is not None), Verdict.GONE)
+                if verdict.stays and for_request_id is not None:
+                    self._controllers.ask(Stays(message.request_id, message.attempt, for_request_id))
             case ScaleStatus(model=name):
                 if name in self.cores:
                     self.cores[name].scaled(message)
@@ -248,7 +254,7 @@ class RouterProcess:
             # silence that we did not listen to says nothing. The next tick, 100 ms on, has read them.
             if late_s < _LATE_S:
                 for core in self.cores.values():
-                    core.tick(gauges=count % _STATUS_EVERY_TICKS == 0)
+                    core.tick()
             if count % _STATUS_EVERY_TICKS == 0:
                 links = self._controllers
                 standbys = links.linked - links.leader_linked

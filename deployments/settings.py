@@ -30,6 +30,8 @@ from cluster.config import (
     EngineConfig,
     EngineKind,
     HealthConfig,
+    KubernetesConfig,
+    MetricsConfig,
     RouterConfig,
     ScaleConfig,
     TransportConfig,
@@ -37,6 +39,7 @@ from cluster.config import (
 )
 from cluster.model import ModelFolder, ModelFolderError
 from cluster.smollm2 import default_cache
+from cluster.types import PodRef
 
 PROFILES = Path(__file__).parent / "profiles"
 _DRAIN_NOTICE_S = 5.0
@@ -68,7 +71,17 @@ class Environment(BaseSettings):
         max_length=256,
         description="What fails together with this node, beyond the node: a zone, a rack. A replica tells its node's.",
     )
+    node: str = Field("", max_length=253, description="The Kubernetes node that this process runs on.")
+    pod: str = Field("", max_length=253, description="And its pod,")
+    pod_uid: str = Field("", max_length=64, description="of which this is the identity.")
     api_key: SecretStr | None = Field(None, description="The key that `forebay` presents where an endpoint wants one.")
+    grafana_token: SecretStr | None = Field(
+        None, description="A service account's token, which `forebay dashboards push` presents to Grafana."
+    )
+
+    @property
+    def pod_ref(self) -> PodRef | None:
+        return PodRef(self.pod, self.pod_uid) if self.pod else None
 
     @property
     def models_dir(self) -> Path:
@@ -83,6 +96,16 @@ class Environment(BaseSettings):
     def run_dir(self) -> Path:
         """One file per running instance of this user on this machine."""
         return self.cache_dir / "run"
+
+
+def checked_environment() -> Environment:
+    """Raises UsageError naming the variable that does not fit."""
+    try:
+        return Environment()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = "_".join(str(part) for part in first["loc"]).upper()
+        raise UsageError(f"FOREBAY_{name}: {first['msg']}") from error
 
 
 class ModelConfig(Config):
@@ -191,6 +214,11 @@ class Profile(Config):
     transport: TransportConfig = TransportConfig()
     control: ControlConfig = ControlConfig()
     health: HealthConfig = HealthConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    kubernetes: KubernetesConfig | None = Field(
+        None,
+        description="The controller watches nodes and writes Events and a Lease; none: it has nothing to do with it.",
+    )
 
     @model_validator(mode="before")
     @classmethod

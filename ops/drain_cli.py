@@ -27,7 +27,10 @@ _GONE_S = 10.0
 def drain(
     name: Annotated[
         str,
-        typer.Argument(metavar="REPLICA|HOST", help="A replica's id, or a host for all on it, as in `forebay status`."),
+        typer.Argument(
+            metavar="REPLICA|HOST|NODE",
+            help="A replica's id, or a host or Kubernetes node for all on it, as in `forebay status`.",
+        ),
     ],
     undo: Annotated[bool, typer.Option("--undo", help="Let it take work again.")] = False,
     wait: Annotated[bool, typer.Option(help="Return when nothing runs or waits there any more.")] = True,
@@ -37,7 +40,7 @@ def drain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the router answered.")] = False,
 ) -> None:
-    """Keep new work from a replica, or from a whole host, and let what is there go elsewhere; no stream is cut.
+    """Keep new work from a replica, or from a whole host or Kubernetes node, and let what is there go elsewhere; no stream is cut.
 
     It stays so until --undo, or until the replica is replaced. Interrupted or out of time, this command only stops watching.
     Where keys are in use, the key must be an operator's.

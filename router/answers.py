@@ -153,8 +153,11 @@ class RouterPart(msgspec.Struct, frozen=True):
     """What a router says of itself."""
 
     ready: bool
+    classes: dict[str, int]
+    """The priority of each class, most urgent first."""
     models: Any
-    """`ModelStatus` of each: whether its work is taken, and a `BandStatus` of each priority with work, most urgent first."""
+    """`ModelStatus` of each: whether its work is taken, a `BandStatus` of each priority with work, most urgent first, and
+    the moves under way."""
 
 
 class Drained(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -29,6 +29,7 @@ from router.auth import Guard, Identify, identity_of
 from router.completions import Completions
 from router.errors import ApiError, ErrorBody, error_json
 from router.exchange import App, HeaderLimits, internal_error
+from router.exposition import page
 from router.fields import path_not_offered
 from router.limits import Limiter
 from router.metrics_sink import DoorMetrics
@@ -36,6 +37,7 @@ from router.openai import Api
 from router.openapi import document
 from router.parsing import ParserGate
 from router.pools import Pools
+from router.recent import DecisionsQuery
 from router.tokenize import Answer, TokenEndpoint, detokenized, tokenized
 
 Drain = Callable[[str, bool], Awaitable[tuple[ReplicaId, ...] | None]]
@@ -83,6 +85,7 @@ def build_app(
     gate = ParserGate(rng)
     limiter = Limiter(rng)
     door = DoorMetrics(registry)
+    classes = {c.name: c.priority for c in sorted(config.classes, key=lambda c: -c.priority)}
     openapi = msgspec.json.encode(document(importlib.metadata.version("forebay")))
 
     @asynccontextmanager
@@ -98,8 +101,8 @@ def build_app(
         return _json(pools[name].cards[name])
 
     async def explain(request: HttpRequest) -> Response:
-        request_id, tenant = RequestId(request.path_params["request_id"]), identity_of(request.scope).tenant
-        explanation = pools.explain(request_id, tenant)
+        request_id, identity = RequestId(request.path_params["request_id"]), identity_of(request.scope)
+        explanation = pools.explain(request_id, None if identity.operator else identity.tenant)
         if explanation is None:
             message = (
                 "No request of yours with this id is live or remembered by this router; "
@@ -107,6 +110,16 @@ def build_app(
             )
             raise ApiError(404, message, param="request_id", code="request_not_found")
         return _json(explanation)
+
+    async def decisions(request: HttpRequest) -> Response:
+        if not identity_of(request.scope).operator:
+            message = (
+                "This key may not see the decisions about everybody's requests; "
+                "make one that may with `forebay keys create --operator`."
+            )
+            raise ApiError(403, message, code="not_an_operator")
+        query = DecisionsQuery.of(request.query_params.multi_items())
+        return _json(pools.recent(query.after, query.limit))
 
     async def health(_: HttpRequest) -> Response:
         return _json(Health("alive"))
@@ -120,10 +133,10 @@ def build_app(
         return Response(openapi, media_type="application/json")
 
     async def metrics(_: HttpRequest) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await page(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def status(_: HttpRequest) -> Response:
-        router = RouterPart(pools.ready, named(tuple(pool.status for pool in pools)))
+        router = RouterPart(pools.ready, classes, named(tuple(pool.status for pool in pools)))
         return _json(StatusReply(router, named(await cluster_status())))
 
     async def drained(request: HttpRequest) -> Response:
@@ -156,6 +169,7 @@ def build_app(
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", one_model, methods=["GET"]),
         Route("/v1/requests/{request_id}/explain", explain, methods=["GET"]),
+        Route("/v1/decisions", decisions, methods=["GET"]),
         Route("/openapi.json", api_document, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),

@@ -28,7 +28,8 @@ from router.admission import (
 )
 from router.fleet import Fleet
 from router.gates import GateKeeper
-from router.live import Live, size_bytes
+from router.live import Live
+from router.metrics_sink import ADMITTED, QUEUED, RouterMetrics
 from router.pace import DrainRate, ServiceTimes
 from router.queue import BandQueue
 from router.routing import Need, Placement
@@ -43,6 +44,7 @@ class Arrivals:
         config: RouterConfig,
         now_s: float,
         rng: random.Random,
+        metrics: RouterMetrics,
         fleet: Fleet,
         queue: BandQueue,
         gates: GateKeeper,
@@ -52,6 +54,7 @@ class Arrivals:
         """`place`: where a request can go now, if anywhere. `prompt_left`: tokens of it that are to be run there."""
         self._config = config
         self._rng = rng
+        self._metrics = metrics
         self._fleet = fleet
         self._queue = queue
         self._gates = gates
@@ -107,12 +110,13 @@ class Arrivals:
             case Reject(outcome, _, _, numbers):
                 event, why, figures = "rejected", outcome.value, numbers
             case Admit():
-                event, why, figures = "admitted", "", {}
+                event, why, figures = ADMITTED, "", {}
             case Queue(ahead_requests):
                 ahead = {"ahead": ahead_requests, "ahead_service": round(view.pace.ahead)}
-                event, why, figures = "queued", "", ahead | self._place_in_line(first)
+                event, why, figures = QUEUED, "", ahead | self._place_in_line(first)
             case _:
                 assert_never(decision)
+        self._metrics.judged(first.priority_class.name, why or event, len(lives))
         for live in lives:
             live.decided(now_s, event, figures, why=why)
         return decision
@@ -137,7 +141,7 @@ class Arrivals:
         request = live.request
         return RequestFacts(
             need=need,
-            size_bytes=size_bytes(request),
+            size_bytes=live.size_bytes,
             priority_class=live.priority_class,
             count=count,
             service=live.service(self._config.expected_output_tokens),

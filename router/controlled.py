@@ -57,7 +57,7 @@ class Controlled:
 
     # --- what is proposed ---
 
-    def heard(self, propose: Propose, source: Replica, now_s: float) -> None:
+    def heard(self, propose: Propose, source: Replica, now_s: float) -> Verdict:
         """Do it, if it still fits."""
         self._forget_rested(now_s)
         live = self._lives.get(propose.request_id)
@@ -91,6 +91,7 @@ class Controlled:
             self._left_s[propose.request_id] = now_s
             live.decided(now_s, "called_back", propose.numbers, replica=propose.source, why=propose.why)
             self._losses.go_on(live, source, "called_back", now_s, abort=True, lost=False)
+        return verdict
 
     def _is_busy(self, live: Live) -> bool:
         moves = self._moves.of(live.request.request_id) is not None

@@ -17,7 +17,17 @@ from typing import assert_never
 import msgspec
 
 from cluster.config import RouterConfig
-from cluster.messages import BandStatus, Gates, Propose, RouterDemand, ScaleStatus, StepFrame, Unplaced, Unroutable
+from cluster.messages import (
+    BandStatus,
+    Gates,
+    MoveStatus,
+    Propose,
+    RouterDemand,
+    ScaleStatus,
+    StepFrame,
+    Unplaced,
+    Unroutable,
+)
 from cluster.ports import Clock, ReplicaPort
 from cluster.types import (
     FinishReason,
@@ -45,7 +55,9 @@ from router.metrics_sink import RouterMetrics
 from router.mover import Mover
 from router.outliers import Fault
 from router.parts import Parts
-from router.status import band_statuses, show_classes, unroutable
+from router.proposals import Verdict
+from router.recent import Note
+from router.status import band_statuses, move_statuses, show, unroutable
 from router.stream import Pushed, Stream
 from router.terms import NO_TERMS, Terms
 from router.view import Replica
@@ -66,7 +78,7 @@ class RouterCore:
         self._metrics = metrics
         now_s = clock.monotonic()
         self._classes = {c.name: c for c in config.classes}
-        metrics.name_tenants(t.name for t in config.tenants)
+        metrics.begin(config, self._show)
         self._fleet = Fleet(config, wakes=wakes)
         self._live: dict[RequestId, Live] = {}
         self._dispatcher = Dispatcher(config, now_s, rng, metrics, self._fleet, self._live)
@@ -83,6 +95,11 @@ class RouterCore:
         """What one replica does at its full batch, as a controller has measured it."""
         self._steady: dict[Account, int] = {}
         """Tokens that have come, and are not counted yet."""
+        self._note: Note | None = None
+
+    def watch(self, note: Note) -> None:
+        """Have it told of each decision about the requests that come from now on."""
+        self._note = note
 
     # --- the HTTP side ---
 
@@ -108,11 +125,13 @@ class RouterCore:
         priority_class, now_s = self._classes[first.priority_class], self._begin()
         arrived_s = now_s - max(0.0, self.clock.unix() - first.arrived_unix_s)
         rank, band = self._dispatcher.rank(first, terms), self._dispatcher.band(first.priority)
+        gaps = self._metrics.gaps(priority_class.name)
         lives = [
-            Live(request, priority_class, stream, arrived_s, self._config, terms, rank, band)
+            Live(request, priority_class, stream, arrived_s, self._config, terms, rank, band, gaps, self._note)
             for request, stream in members
         ]
         decision = self._dispatcher.judge(lives, now_s, draining=self._refusing)
+        self._metrics.arrival_s.observe(self.clock.monotonic() - now_s)
         self._live.update((live.request.request_id, live) for live in lives)
         self._endings.idle.clear()
         if isinstance(decision, Reject):
@@ -152,17 +171,23 @@ class RouterCore:
 
     def bands(self) -> tuple[BandStatus, ...]:
         """Queued and running work by priority, most urgent first."""
-        return band_statuses(self._config.classes, self._dispatcher.queue, self._live.values())
+        now_s = self.clock.monotonic()
+        return band_statuses(self._config.classes, self._dispatcher.queue, self._live.values(), now_s)
 
     def unroutable(self) -> tuple[Unroutable, ...]:
         """Replicas that are sent nothing new, and why."""
         return unroutable(self._fleet.views(self.clock.monotonic()))
 
-    def explain(self, request_id: RequestId, tenant: str) -> Explanation | None:
-        """What was decided about a request, live or lately ended. None: unknown, forgotten or of another tenant."""
+    def moves(self) -> tuple[MoveStatus, ...]:
+        """The live moves that are under way, those that began first."""
+        return move_statuses(self._moves, self.clock.monotonic())
+
+    def explain(self, request_id: RequestId, tenant: str | None) -> Explanation | None:
+        """What was decided about a request, live or lately ended. None: unknown, forgotten or of another tenant, where one
+        is named."""
         live = self._live.get(request_id)
         explanation = self._endings.ended.get(request_id) if live is None else live.explain(self.clock.monotonic())
-        return explanation if explanation is not None and explanation.tenant == tenant else None
+        return explanation if explanation is not None and tenant in (None, explanation.tenant) else None
 
     # --- the other routers ---
 
@@ -190,15 +215,15 @@ class RouterCore:
         """With each demand, after it: the first of the queue, while no replica has room for it."""
         return self._controlled.unplaced(model, self.clock.monotonic())
 
-    def propose(self, propose: Propose) -> bool:
-        """The controller would have a request leave its replica. False where that is none of this core's."""
+    def propose(self, propose: Propose) -> Verdict | None:
+        """The controller would have a request leave its replica. None where that is none of this core's."""
         source = self._fleet.current(propose.source, propose.source_generation)
         if source is None:
-            return False
+            return None
         now_s = self._begin()
-        self._controlled.heard(propose, source, now_s)
+        verdict = self._controlled.heard(propose, source, now_s)
         self._pump(now_s)
-        return True
+        return verdict
 
     def scaled(self, status: ScaleStatus) -> None:
         """How many replicas there are to be, for the metrics; and what one does, for the next controller."""
@@ -269,8 +294,8 @@ class RouterCore:
 
     # --- time ---
 
-    def tick(self, *, gauges: bool = True) -> None:
-        """Every 100 ms: what silence, age and lost answers mean. `gauges` are set too; that is most of the work."""
+    def tick(self) -> None:
+        """Every 100 ms: what silence, age and lost answers mean."""
         now_s = self._begin()
         for replica in self._fleet.fenced(now_s):
             for request_id in list(replica.reservations):
@@ -284,10 +309,13 @@ class RouterCore:
         self._dispatcher.arrivals.look(now_s)
         self._mover.tick(now_s)
         self._pump(now_s)
-        if gauges:
-            show_classes(self._metrics, self._config.classes, self._dispatcher, self._live.values(), now_s)
-            self._metrics.replicas(self._fleet.views(now_s))
-            self._metrics.suspects(len(self._trials))
+
+    def _show(self) -> None:
+        """Somebody asks for the metrics."""
+        now_s = self._begin()
+        lives, views = self._live.values(), self._fleet.views(now_s)
+        show(self._metrics, self._config.classes, self._dispatcher, lives, views, now_s)
+        self._metrics.suspects(len(self._trials))
 
     def _expire(self, now_s: float) -> None:
         for request_id in self._deadlines.over(now_s):
@@ -306,12 +334,15 @@ class RouterCore:
     def _pump(self, now_s: float) -> None:
         """Send out what can be, from the head of the queue on, until the head must wait."""
         more = bool(self._dispatcher.queue or self._trials.waiting)
-        if more:
-            self._count()
+        if not more:
+            return
+        self._count()
+        began_s = self.clock.monotonic()
         while more:
             more = self._trials.waiting > 0 and self._losses.bring_back(now_s)
             if self._dispatcher.queue:
                 self._send_out(now_s)
+        self._metrics.dispatch_s.observe(self.clock.monotonic() - began_s)
 
     def _send_out(self, now_s: float) -> None:
         for live, placement, by_share in self._dispatcher.next(now_s):
@@ -332,6 +363,8 @@ class RouterCore:
             live = lives.get(delta.request_id)
             if live is not None and live.replica_id == replica_id and live.journal.take_next(delta, live.steady_below):
                 steady[live.account] = steady.get(live.account, 0) + 1
+                live.gaps.observe(now_s - live.token_s)
+                live.token_s = now_s
                 if live.stream.push(delta.pieces[0], 1) is Pushed.OVERFLOW:
                     self._count()
                     self._finalize(live, Outcome.SLOW_CLIENT)
@@ -391,6 +424,9 @@ class RouterCore:
             self._deadlines.started(request_id)
             if live.first_token_s is None:
                 self._dispatcher.first_token(live, cached_tokens, now_s)
+            else:
+                live.gaps.observe(now_s - live.token_s)
+            live.token_s = now_s
             self._dispatcher.tokens(live, replica, count)
             if live.suspicion is not None:
                 self._losses.progressed(live, now_s)

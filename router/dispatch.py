@@ -33,6 +33,7 @@ from router.queue import BandQueue, Waiting
 from router.rank import rank_of
 from router.routing import NO_FAVOUR, Need, Placement, prompts_ahead, steps_of
 from router.share import MinimumShares
+from router.slo import in_time
 from router.suspects import Trial
 from router.terms import Terms
 from router.view import Condition, Replica, Reservation
@@ -66,7 +67,7 @@ class Dispatcher:
         self._held: set[RequestId] = set()
         """Of those that wait, the ones that have been told that a gate holds them back."""
         self.arrivals = Arrivals(
-            config, now_s, rng, fleet, self.queue, self.gates, self._place_arrival, self._prompt_left
+            config, now_s, rng, metrics, fleet, self.queue, self.gates, self._place_arrival, self._prompt_left
         )
         self.judge, self.retry_after_s = self.arrivals.judge, self.arrivals.retry_after_s
         self.drain_per_s = self.arrivals.drain_per_s
@@ -391,7 +392,9 @@ class Dispatcher:
         self._metrics.first_token(live.priority_class.name, now_s - live.arrived_s)
         slo_s = live.priority_class.first_token_slo_s
         if slo_s is not None:
-            self.gates.first_token(live.priority_class.name, in_time=now_s - live.arrived_s <= slo_s)
+            attained = in_time(now_s - live.arrived_s, slo_s)
+            self.gates.first_token(live.priority_class.name, in_time=attained)
+            self._metrics.promised(live.priority_class.name, attained=attained)
 
     def tokens(self, live: Live, replica: Replica, count: int) -> None:
         """So many tokens of it have come: it runs, and its reservation is no smaller than what it fills."""

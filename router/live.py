@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from cluster.config import PriorityClass, RouterConfig
+from cluster.tally import Tally
 from cluster.types import Outcome, ReplicaId, Request
 from router.affinity import keys_of
 from router.explain import Explanation
@@ -24,7 +25,9 @@ from router.metrics_sink import RouterMetrics
 from router.outcomes import Ending
 from router.prefixes import Chain
 from router.queue import Waiting
+from router.recent import Note
 from router.routing import Need
+from router.slo import without_token
 from router.stream import LOGPROB_BYTES, TOP_BYTES, Stream
 from router.suspects import Suspicion, Trial
 from router.terms import Terms
@@ -52,6 +55,8 @@ class Live:
 
     __slots__ = (
         "_decisions",
+        "_note",
+        "_size_bytes",
         "account",
         "affinity_keys",
         "arrived_s",
@@ -62,6 +67,7 @@ class Live:
         "dispatched_s",
         "drained",
         "first_token_s",
+        "gaps",
         "journal",
         "losses",
         "output_weight",
@@ -76,10 +82,12 @@ class Live:
         "request",
         "reserved_tokens",
         "sent_s",
+        "spared",
         "steady_below",
         "stream",
         "suspicion",
         "terms",
+        "token_s",
     )
 
     def __init__(
@@ -92,8 +100,11 @@ class Live:
         terms: Terms,
         rank: float,
         band: TenantBand,
+        gaps: Tally,
+        note: Note | None = None,
     ) -> None:
-        """`rank`: where it stands among its tenant's own in its `band`."""
+        """`rank`: where it stands among its tenant's own in its `band`. `gaps` counts the seconds between its tokens. `note`
+        is told of each decision about it."""
         self.request = request
         self.priority_class = priority_class
         self.stream = stream
@@ -111,6 +122,9 @@ class Live:
         self.queued_s = arrived_s
         """When it began to wait, for its first token or since it went on last."""
         self.first_token_s: float | None = None
+        self.token_s = math.nan
+        """When its last token came."""
+        self.gaps = gaps
         self.prompt_charge = config.prompt_token_weight * len(request.prompt_ids)
         """From the first token on, of what was computed of it."""
         self.cached_tokens = 0
@@ -135,9 +149,13 @@ class Live:
         """Engines that this request was lost with, or that fell silent under it."""
         self.suspicion: Suspicion | None = None
         """It may have killed an engine."""
+        self.spared = False
+        """It was paused when its engine died, and no suspect for that; it is spared once."""
         self.preemptions = 0
         """Times that an engine took its slot or the blocks that it had kept; never falls."""
+        self._size_bytes = size_bytes(request)
         self._decisions = DecisionLog()
+        self._note = note
 
     def is_open(self, replica_id: ReplicaId, attempt: int) -> bool:
         """Whether this attempt is the one that counts, and this replica has it."""
@@ -186,6 +204,11 @@ class Live:
         prompt = self.prompt_charge if self.prompt_charged else 0.0
         return prompt + self.output_weight * self.journal.next_index
 
+    @property
+    def size_bytes(self) -> int:
+        """What it is charged now, with what it has emitted."""
+        return self._size_bytes + BYTES_PER_TOKEN * self.journal.next_index
+
     def waiting(self, expected_output_tokens: int) -> Waiting:
         """Its key in the queue, the same place at every return; what it is charged follows what it has emitted."""
         return Waiting(
@@ -193,7 +216,7 @@ class Live:
             priority=self.request.priority,
             priority_class=self.priority_class.name,
             arrived_unix_s=self.request.arrived_unix_s,
-            size_bytes=size_bytes(self.request, self.journal.next_index),
+            size_bytes=self.size_bytes,
             tenant=self.request.tenant,
             rank=self.rank,
             continued=self.continued,
@@ -222,7 +245,10 @@ class Live:
         at_ms = round((now_s - self.arrived_s) * 1000)
         if figures:
             numbers = {**figures, **numbers}
-        self._decisions.add(Decision(at_ms, event, replica, why, numbers))
+        decision = Decision(at_ms, event, replica, why, numbers)
+        self._decisions.add(decision)
+        if self._note is not None:
+            self._note(self.request, decision, now_s)
 
     @property
     def last_event(self) -> str:
@@ -233,6 +259,11 @@ class Live:
         """Say to the metrics how it ended and how it went."""
         name, tokens, stated = self.priority_class.name, ending.completion_tokens, self.request.stated_output_tokens
         metrics.ended(name, ending.outcome, self.preemptions)
+        slo_s = self.priority_class.first_token_slo_s
+        if self.first_token_s is None and slo_s is not None and self.request.sampling.max_tokens > 0:
+            attained = without_token(ending.outcome, now_s - self.arrived_s, slo_s)
+            if attained is not None:
+                metrics.promised(name, attained=attained)
         if ending.outcome is not Outcome.FINISHED:
             return
         decode_s = now_s - self.first_token_s if self.first_token_s is not None else 0.0
@@ -282,11 +313,11 @@ def log_end(explanation: bytes, level: int) -> None:
         _log.handle(logging.LogRecord(_log.name, level, "", 0, line, None, None))
 
 
-def size_bytes(request: Request, emitted_tokens: int = 0) -> int:
-    """What a request is charged while it is queued; with the logprobs of its prompt that it will hold later, which no
-    other bound knows."""
+def size_bytes(request: Request) -> int:
+    """What a request is charged while it is queued, before its first token; with the logprobs of its prompt that it will hold
+    later, which no other bound knows."""
     sampling, prompt = request.sampling, len(request.prompt_ids)
-    size = BYTES_PER_REQUEST + BYTES_PER_TOKEN * (prompt + emitted_tokens)
+    size = BYTES_PER_REQUEST + BYTES_PER_TOKEN * prompt
     size += sum(len(s) for s in sampling.stop) * 4 + BYTES_PER_BIAS * len(sampling.logit_bias)
     if sampling.prompt_logprobs is not None:
         size += prompt * (LOGPROB_BYTES + TOP_BYTES * sampling.prompt_logprobs)

@@ -122,7 +122,10 @@ class Losses:
         """Who is blamed for it, if anybody. A replica that was leaving anyway has not died of anything."""
         if replica.report is not None and replica.report.state is ReplicaState.DRAINING:
             return None
-        ran = {name: live for name in replica.may_run() if not (live := self._lives[name]).journal.complete}
+        ran = {name: live for name in replica.reservations if not (live := self._lives[name]).journal.complete}
+        for name in replica.paused():  # unless it ran again in a step whose frame was lost with the engine
+            if name in ran and not ran[name].spared:
+                ran.pop(name).spared = True
         if not ran:
             return None
         blamed = self._trials.died(ran, replica.replica_id, now_s, strangers=replica.has_strangers)

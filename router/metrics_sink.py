@@ -1,41 +1,46 @@
 """The router's metrics as prometheus objects.
 
 Owns: their creation in one registry and the translation of the router's events into them. Names and labels come from
-`cluster.metrics` alone; label values are classes of the config, enums, and replicas of the roster, so they are bounded.
+`cluster.metrics` alone; label values are classes and tenants of the config, enums, and replicas of the roster, so they are
+bounded. Invariants: a counter of such values has each of them from the start, at 0, so that a rate sees the first event;
+gauges are set when somebody asks, and nothing is for that while requests run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
 
 from cluster import metrics as names
+from cluster.config import PriorityClass, RouterConfig
 from cluster.messages import ScaleStatus
-from cluster.metrics import LATENCY_BUCKETS_SECONDS, PREEMPTION_BUCKETS, RATIO_BUCKETS, Metric
-from cluster.types import EngineLoad, Outcome, PreemptionMeans, RefusalReason, ReplicaId
+from cluster.metrics import (
+    DECISION_BUCKETS_SECONDS,
+    ITL_BUCKETS_SECONDS,
+    LATENCY_BUCKETS_SECONDS,
+    PREEMPTION_BUCKETS,
+    RATIO_BUCKETS,
+    Metric,
+)
+from cluster.tally import Tally
+from cluster.types import Outcome, PreemptionMeans, RefusalReason
 from router.errors import ApiError
+from router.metrics_queue import QueueMetrics
+from router.metrics_replicas import ReplicaMetrics
 from router.moving import MoveOutcome
 from router.outliers import Fault
 from router.proposals import Verdict
-from router.view import Condition, ReplicaView
+from router.tallies import Tallies
+from router.view import ReplicaView
 
-REPLICA_GAUGES: tuple[tuple[Metric, Callable[[EngineLoad], int]], ...] = (
-    (names.REPLICA_SLOTS, lambda load: load.slots_total),
-    (names.REPLICA_RUNNING, lambda load: sum(level.requests for level in load.running)),
-    (names.REPLICA_WAITING, lambda load: sum(level.requests for level in load.waiting)),
-    (names.REPLICA_BLOCKS, lambda load: load.blocks_total),
-    (names.REPLICA_BLOCKS_FREE, lambda load: load.blocks_free),
-    (names.REPLICA_BLOCKS_CACHED, lambda load: load.blocks_cached),
-    (names.REPLICA_HOST_BLOCKS_FREE, lambda load: load.host_blocks_free),
-)
-REPLICA_TOTALS: tuple[tuple[Metric, Callable[[EngineLoad], int]], ...] = (
-    (names.REPLICA_URGENT_BLOCKED, lambda load: load.urgent_blocked_total),
-    (names.REPLICA_PREFILL_TOKENS, lambda load: load.prefill_tokens_total),
-    (names.REPLICA_PREFIX_HIT_TOKENS, lambda load: load.prefix_hit_tokens_total),
-    (names.REPLICA_PADDING_TOKENS, lambda load: load.padding_tokens_total),
-)
+ADMITTED, QUEUED = "admitted", "queued"
+"""Of what is decided at arrival; else it is the outcome of who is refused."""
+REFUSED_AT_ARRIVAL = tuple(outcome for outcome in Outcome if outcome.value.startswith("rejected_"))
 
 
 class DoorMetrics:
@@ -72,6 +77,17 @@ class ControllerMetrics:
         self._refused_told = refused
 
 
+class _Asked(Collector):
+    """Has the gauges set when the series of its registry are asked for; of the collectors it is the first."""
+
+    def __init__(self) -> None:
+        self.show: Callable[[], None] = lambda: None
+
+    def collect(self) -> Iterable[Family]:
+        self.show()
+        return ()
+
+
 class RouterMetrics:
     """One set per core."""
 
@@ -85,16 +101,24 @@ class RouterMetrics:
         def histogram(m: Metric, buckets: Sequence[float] = LATENCY_BUCKETS_SECONDS) -> Histogram:
             return Histogram(m.name, m.help, m.labels, buckets=buckets, registry=registry)
 
+        self._asked = _Asked()
+        registry.register(self._asked)
         # What every request tells: a child is looked up once for its labels.
         self._requests = cache(counter(names.REQUESTS).labels)
+        self._admissions = cache(counter(names.ADMISSIONS).labels)
+        self._slo, self._slo_target = cache(counter(names.SLO_FIRST_TOKENS).labels), gauge(names.SLO_FIRST_TOKEN_TARGET)
         self._ttft, self._tpot = cache(histogram(names.TTFT).labels), cache(histogram(names.TPOT).labels)
         self._e2e, self._queue_wait = cache(histogram(names.E2E).labels), cache(histogram(names.QUEUE_WAIT).labels)
         self._tokens_out = cache(counter(names.TOKENS_OUT).labels)
         self._tokens_in = cache(counter(names.TOKENS_IN).labels)
         self._request_preemptions = cache(histogram(names.PREEMPTIONS_PER_REQUEST, PREEMPTION_BUCKETS).labels)
-        self._queued, self._queued_bytes = gauge(names.QUEUED), gauge(names.QUEUED_BYTES)
-        self._queued_service, self._drain = gauge(names.QUEUED_SERVICE), gauge(names.DRAIN)
-        self._in_flight = gauge(names.IN_FLIGHT)
+        # What every token or every frame tells.
+        self._gaps: dict[str, Tally] = {}
+        self.arrival_s, self.dispatch_s = Tally(DECISION_BUCKETS_SECONDS), Tally(DECISION_BUCKETS_SECONDS)
+        """Time that the decision about an arrival took, and a turn over what waits."""
+        registry.register(Tallies(names.ITL, lambda: {(name,): gaps.snapshot() for name, gaps in self._gaps.items()}))
+        decisions = {("arrival",): self.arrival_s, ("dispatch",): self.dispatch_s}
+        registry.register(Tallies(names.DECISION, lambda: {name: t.snapshot() for name, t in decisions.items()}))
         self._shared = counter(names.SHARED)
         self._served = counter(names.SERVED)
         self._served_others = self._served.labels(names.OTHER_TENANTS)
@@ -104,19 +128,61 @@ class RouterMetrics:
         self._moves, self._move_pause = counter(names.MOVES), histogram(names.MOVE_PAUSE)
         self._over_stated = histogram(names.OUTPUT_OVER_STATED, RATIO_BUCKETS)
         self._engine_deaths, self._suspects = counter(names.ENGINE_DEATHS), gauge(names.SUSPECTS)
-        self._fenced, self._gaps = counter(names.FENCED), counter(names.GAPS)
+        self._fenced, self._gap_count = counter(names.FENCED), counter(names.GAPS)
         self._gate_held, self._gate_shut = counter(names.GATE_HELD), gauge(names.GATE_SHUT)
         self._refusals = counter(names.REFUSALS)
-        self._replicas_ready, self._replicas_ejected = gauge(names.REPLICAS_READY), gauge(names.REPLICAS_EJECTED)
         self._ejections = counter(names.EJECTIONS)
-        self._replica_gauges = [(gauge(metric), figure) for metric, figure in REPLICA_GAUGES]
-        self._replica_totals = [(counter(metric), figure) for metric, figure in REPLICA_TOTALS]
-        self._replicas_shown: dict[ReplicaId, EngineLoad] = {}
-        """With the load that was last seen, from which totals have been counted on."""
+        self._classes: tuple[PriorityClass, ...] = ()
+        self.queue, self._replicas = QueueMetrics(registry), ReplicaMetrics(registry)
 
-    def name_tenants(self, tenants: Iterable[str]) -> None:
-        """Show these by their names; all others are one."""
-        self._served_to = {tenant: self._served.labels(tenant) for tenant in tenants}
+    def begin(self, config: RouterConfig, show: Callable[[], None]) -> None:
+        """Show what there can be by this configuration, at 0. Tenants that it names are shown by their names, all others
+        are one. `show` sets the gauges: it is called whenever the registry is read."""
+        self._asked.show = show
+        self._classes = config.classes
+        self.queue.named = frozenset(tenant.name for tenant in config.tenants)
+        self._served_to = {tenant: self._served.labels(tenant) for tenant in self.queue.named}
+        for name in (c.name for c in config.classes):
+            self._gaps[name] = Tally(ITL_BUCKETS_SECONDS)
+            for labels in (
+                self._ttft, self._tpot, self._e2e, self._queue_wait, self._tokens_out, self._tokens_in,
+                self._request_preemptions, self._shared.labels, self._gate_held.labels, self._gate_shut.labels,
+                self._over_stated.labels,
+            ):  # fmt: skip
+                labels(name)
+            for outcome in Outcome:
+                self._requests(name, outcome)
+            for decision in (ADMITTED, QUEUED, *REFUSED_AT_ARRIVAL):
+                self._admissions(name, decision)
+            for cause, means in product(("urgent", "kv_full"), PreemptionMeans):
+                self._preemptions.labels(name, cause, means.value)
+        for priority_class in config.classes:
+            if priority_class.first_token_slo_s is not None:
+                self._slo_target.labels(priority_class.name).set(priority_class.first_token_slo_s)
+                for attained in ("true", "false"):
+                    self._slo(priority_class.name, attained)
+        for kind in ("stale", "repeat"):
+            self._fenced.labels(kind)
+        for counter, values in (
+            (self._proposals, Verdict),
+            (self._moves, MoveOutcome),
+            (self._refusals, RefusalReason),
+            (self._ejections, Fault),
+        ):
+            for value in values:
+                counter.labels(value.value)
+
+    def gaps(self, priority_class: str) -> Tally:
+        """Where the seconds between two arrivals of tokens of a request are counted."""
+        return self._gaps[priority_class]
+
+    def judged(self, priority_class: str, decision: str, count: int) -> None:
+        """What was decided of `count` requests at arrival: ADMITTED, QUEUED, or an outcome."""
+        self._admissions(priority_class, decision).inc(count)
+
+    def promised(self, priority_class: str, *, attained: bool) -> None:
+        """Whether the first token came within what the class promises."""
+        self._slo(priority_class, "true" if attained else "false").inc()
 
     def accepted(self, priority_class: str, prompt_tokens: int) -> None:
         self._tokens_in(priority_class).inc(prompt_tokens)
@@ -182,7 +248,7 @@ class RouterMetrics:
         self._fenced.labels(kind).inc(count)
 
     def gap(self) -> None:
-        self._gaps.inc()
+        self._gap_count.inc()
 
     def refused(self, reason: RefusalReason) -> None:
         self._refusals.labels(reason.value).inc()
@@ -199,46 +265,6 @@ class RouterMetrics:
     def served(self, tenant: str, service: float) -> None:
         self._served_to.get(tenant, self._served_others).inc(service)
 
-    def class_load(
-        self,
-        priority_class: str,
-        *,
-        queued: int,
-        queued_bytes: int,
-        queued_service: int,
-        in_flight: int,
-        drain_per_s: float | None,
-    ) -> None:
-        """A drain that has not been measured is not shown."""
-        self._queued.labels(priority_class).set(queued)
-        self._queued_bytes.labels(priority_class).set(queued_bytes)
-        self._queued_service.labels(priority_class).set(queued_service)
-        self._in_flight.labels(priority_class).set(in_flight)
-        if drain_per_s is not None:
-            self._drain.labels(priority_class).set(drain_per_s)
-
-    def replicas(self, views: Iterable[ReplicaView]) -> None:
-        """Show these replicas and no others: one that is gone leaves no series behind."""
-        ready = ejected = 0
-        shown: dict[ReplicaId, EngineLoad] = {}
-        for view in views:
-            ready += view.condition is Condition.ROUTABLE
-            ejected += view.condition is Condition.EJECTED
-            load = view.load
-            if load is None:
-                continue
-            before = self._replicas_shown.get(view.replica_id)
-            shown[view.replica_id] = load
-            if load == before:
-                continue
-            for gauge, figure in self._replica_gauges:
-                gauge.labels(view.replica_id).set(figure(load))
-            for total, figure in self._replica_totals:
-                now, then = figure(load), 0 if before is None else figure(before)
-                total.labels(view.replica_id).inc(now - then if now >= then else now)  # less: it has started anew
-        for gone in self._replicas_shown.keys() - shown.keys():
-            for metric, _ in (*self._replica_gauges, *self._replica_totals):
-                metric.remove(gone)
-        self._replicas_shown = shown
-        self._replicas_ready.set(ready)
-        self._replicas_ejected.set(ejected)
+    def replicas(self, views: Sequence[ReplicaView], now_s: float) -> None:
+        """Show these replicas and no others."""
+        self._replicas.show(views, self._classes, now_s)

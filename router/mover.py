@@ -95,7 +95,8 @@ class Mover:
         assert live.replica_id is not None
         assert attempt is not None
         source, number = self._fleet[live.replica_id], live.journal.promise()
-        self._book.add(Move(live, source, target, attempt, number, why, figures, now_s + self._config.move_timeout_s))
+        until_s = now_s + self._config.move_timeout_s
+        self._book.add(Move(live, source, target, attempt, number, why, figures, now_s, until_s))
         target.expect(request_id, Reservation(number, _NOT_SENT, live.request.priority, blocks))
         source.port.move(request_id, attempt, number, target.port.entry)
 

@@ -36,6 +36,7 @@ class Move:
     why: str
     figures: Mapping[str, float]
     """What it was decided by."""
+    begun_s: float
     until_s: float
     """What is awaited comes by then, or the move ends; once it is off, no other is tried before."""
     stage: Stage = Stage.ASKED

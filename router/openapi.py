@@ -36,6 +36,7 @@ from router.explain import Explanation
 from router.fields import MESSAGE_NOT_OFFERED, NOT_OFFERED
 from router.headers import CLASS_HEADER, RequestHeaders
 from router.outcomes import MEANINGS
+from router.recent import DecisionsQuery, RecentDecisions
 from router.tokenize import Detokenized, Tokenized
 
 _NULL = {"type": "null"}
@@ -60,6 +61,7 @@ class Operation:
     chunk: type[msgspec.Struct] | None = None
     """What each event of a stream holds, where the answer may be one."""
     errors: tuple[int, ...] = _TAKES_NO_BODY
+    query: type[BaseModel] | None = None
 
 
 _GENERATION_ERRORS = tuple(
@@ -84,6 +86,14 @@ OPERATIONS = (
         Explanation,
         errors=(*_TAKES_NO_BODY, 404),
     ),
+    Operation(
+        "get",
+        "/v1/decisions",
+        "What was decided last, about everybody's requests.",
+        RecentDecisions,
+        errors=(*_TAKES_NO_BODY, 400, 403),
+        query=DecisionsQuery,
+    ),
     Operation("get", "/health", "Whether this process is alive.", Health),
     Operation(
         "get", "/ready", "Whether a replica takes work, and of which models.", Ready, errors=(*_TAKES_NO_BODY, 503)
@@ -92,7 +102,7 @@ OPERATIONS = (
     *(
         Operation(method, "/drain/{name}", what, Drained, errors=(*_TAKES_NO_BODY, 403, 404, 503))
         for method, what in (
-            ("put", "Keep new work from a replica, or from all of a host, and let what is there go elsewhere."),
+            ("put", "Keep new work from a replica, or from all of a host or node, and let what is there go elsewhere."),
             ("delete", "Let them take work again."),
         )
     ),
@@ -148,6 +158,10 @@ def _parameters(operation: Operation) -> Iterable[dict[str, Any]]:
     for part in operation.path.split("/"):
         if part.startswith("{"):
             yield {"name": part[1:-1], "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    if operation.query is not None:
+        for name, schema in operation.query.model_json_schema()["properties"].items():
+            present = next((s for s in schema.get("anyOf", ()) if s != _NULL), _plain(schema, "description"))
+            yield {"name": name, "in": "query", "description": schema["description"], "schema": present}
     if operation.body is not None:
         described = {"type": "string", "maxLength": REQUEST_ID_MAX_BYTES}
         yield {

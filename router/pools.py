@@ -22,6 +22,7 @@ from router.errors import ApiError
 from router.explain import Explanation
 from router.logprobs import Vocabulary
 from router.openai import Api, Origin, Prepared, RequestParser, unknown_model
+from router.recent import Recent, RecentDecisions
 
 
 class _Named(msgspec.Struct):
@@ -61,7 +62,7 @@ class Pool:
     @property
     def status(self) -> ModelStatus:
         core = self.core
-        return ModelStatus(model=self.name, ready=core.ready, bands=core.bands(), unroutable=core.unroutable())
+        return ModelStatus(self.name, core.ready, core.bands(), core.unroutable(), core.moves())
 
 
 class Pools:
@@ -73,6 +74,9 @@ class Pools:
         self._by_name = {name: pool for pool in pools for name in pool.names}
         if not pools or len(self._by_name) < sum(len(pool.names) for pool in pools):
             raise ValueError(f"models must have names that differ, got {[pool.names for pool in pools]}")
+        self._recent = Recent()
+        for pool in pools:
+            pool.core.watch(self._recent.noting(pool.name))
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools)
@@ -115,7 +119,11 @@ class Pools:
         """`RequestParser.prepare` of the model that the body names. Raises ApiError as that and `of` do."""
         return self.of(raw).parser.prepare(api, raw, origin)
 
-    def explain(self, request_id: RequestId, tenant: str) -> Explanation | None:
+    def recent(self, after: int | None, limit: int) -> RecentDecisions:
+        """What was decided last, about requests of any model; see `Recent.after`."""
+        return self._recent.after(after, limit, self.clock.unix() - self.clock.monotonic())
+
+    def explain(self, request_id: RequestId, tenant: str | None) -> Explanation | None:
         """`RouterCore.explain`, whichever model it was for."""
         said = (pool.core.explain(request_id, tenant) for pool in self._pools)
         return next((explanation for explanation in said if explanation is not None), None)

@@ -12,7 +12,11 @@ from cluster.config import PriorityClass
 
 def class_of(classes: Sequence[PriorityClass], priority: int) -> PriorityClass:
     """The most urgent class that `priority` reaches, or the least urgent class where it reaches none."""
-    reached = [c for c in classes if c.priority <= priority]
-    if reached:
-        return max(reached, key=lambda c: c.priority)
-    return min(classes, key=lambda c: c.priority)
+    return classes[reached([c.priority for c in classes], priority)]
+
+
+def reached(priorities: Sequence[int], priority: int) -> int:
+    """The same of the classes' priorities: its index."""
+    indices = range(len(priorities))
+    below = [i for i in indices if priorities[i] <= priority]
+    return max(below, key=priorities.__getitem__) if below else min(indices, key=priorities.__getitem__)

@@ -33,6 +33,11 @@ class Verdict(StrEnum):
     NO_PLACE = "no_place"
     """There is none for it where it was to go."""
 
+    @property
+    def stays(self) -> bool:
+        """Nothing is done."""
+        return self not in (Verdict.MOVES, Verdict.CALLED_BACK)
+
 
 class Demand(Enum):
     """What a proposal is to make room for, as it stands now."""

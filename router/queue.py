@@ -246,6 +246,13 @@ class BandQueue:
         """What a tenant has waiting in one class."""
         return self._tenants.get((priority_class, tenant), _NOTHING)
 
+    def by_tenant(self) -> dict[str, int]:
+        """How many members each tenant has that has any."""
+        members: dict[str, int] = {}
+        for (_, tenant), charge in self._tenants.items():
+            members[tenant] = members.get(tenant, 0) + charge.requests
+        return members
+
     def at_or_above(self, priority: int) -> int:
         """How many members a new request of `priority` would stand behind."""
         if not self._priorities:

@@ -16,7 +16,8 @@ replica has said that the trial has begun: one that it never took up may have be
 The bound. Let m of the live requests kill whatever engine runs them, at the same token each time. Each kills at most
 once unsuspected, once as a suspect among others and once alone; and when one of the m is blamed, another that was
 held suspect for the same deaths is cleared with the bystanders and may begin anew. So at most 2m + 1 engines die of
-each, m(2m + 1) in all: three of one, ten of two.
+each, m(2m + 1) in all: three of one, ten of two. One that was paused by the last report is no suspect, once. If it ran
+again in a step whose frame was lost with the engine, that death is one more: 2m + 2 of each, four of one, twelve of two.
 """
 
 from __future__ import annotations

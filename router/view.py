@@ -283,11 +283,11 @@ class Replica:
         else:
             self.left_behind.add((request_id, attempt))
 
-    def may_run(self) -> list[RequestId]:
-        """Attempts that may be in the step after its last report: all but what was paused then with every slot taken."""
+    def paused(self) -> list[RequestId]:
+        """Attempts that are not in the step after its last report: what was paused then with every slot taken."""
         load = self.report.load if self.report is not None else None
         full = load is not None and sum(level.requests for level in load.running) >= load.slots_total
-        return [name for name, reservation in self.reservations.items() if not (full and reservation.parked)]
+        return [name for name, reservation in self.reservations.items() if reservation.parked] if full else []
 
     @property
     def has_strangers(self) -> bool:

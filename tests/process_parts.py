@@ -27,6 +27,7 @@ import msgspec
 import uvloop
 
 from cluster.clock import SystemClock
+from cluster.control.demand import Meter
 from cluster.engine.engine import Engine
 from cluster.engine.moves import Moves
 from cluster.engine.runner import EngineRunner
@@ -37,10 +38,12 @@ from cluster.model import ModelFolder
 from cluster.ports import Backend, EnginePort, Row, RowOutput, StepResult
 from cluster.types import ReplicaId
 from deployments.controller_server import ROLES, ControllerServer
+from deployments.exposition import exposed
 from deployments.garbage import settle
 from deployments.replica_process import ReplicaProcess
 from deployments.router_process import RouterProcess
-from deployments.settings import Instance
+from deployments.scaler import Scaled, scalers
+from deployments.settings import Environment, Instance
 from deployments.transport import Acceptor
 from ops.bench.router_ours import find_at, started
 from ops.bench.router_wire import Line, Listening, say
@@ -50,6 +53,8 @@ T = TypeVar("T")
 
 POISON_ID = 7
 """An engine that is given a prompt that begins with it dies, and its process with it."""
+APPLICATION = "forebay"
+"""As Serve names it, which is asked where a model has `scale` (`Instance.serve`); its deployment has the model's name."""
 
 
 class Hold(Line, frozen=True):
@@ -176,12 +181,31 @@ class FaultyRunner(EngineRunner):
 
 
 async def controller(instance: Instance, at_port: int, place: int) -> None:
-    server = ControllerServer(instance.secret(), SystemClock(), control=instance.profile.control, place=place)
+    clock, models = SystemClock(), instance.models().values()
+    scaled = [
+        Scaled(model=m.name, deployment=m.name, scale=m.config.scale) for m in models if m.config.scale is not None
+    ]
+    weights = instance.profile.router.prompt_token_weight, instance.profile.router.output_token_weight
+    meters = {one.model: Meter(*weights, clock.monotonic(), one.scale.average_s) for one in scaled}
+    server = ControllerServer(instance.secret(), clock, meters, instance.profile.control, place)
     decode = msgspec.msgpack.Decoder(ToController).decode
     acceptor = Acceptor(server.identity, ROLES, decode, server.accept, instance.profile.transport)
-    _, port = await acceptor.listen("127.0.0.1", at_port, instance.secret())
+    host, port = await acceptor.listen("127.0.0.1", at_port, instance.secret())
+    exposed(server.registry, "metrics.controller_port", host, instance.profile.metrics.controller_port)
+    tasks = [
+        asyncio.create_task(scaler.run(), name="scaler")
+        for scaler in scalers(scaled, meters, instance.serve, APPLICATION, server, clock)
+    ]
+    if (kubernetes := instance.profile.kubernetes) is not None:
+        from deployments.kube.operator import in_kubernetes
+
+        operator = in_kubernetes(kubernetes, server, clock, Environment().pod_ref)
+        tasks.append(asyncio.create_task(operator.run(), name="kubernetes"))
     say(Listening((port,)))
     await asyncio.to_thread(sys.stdin.buffer.read)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_told_to_leave(
@@ -242,7 +266,8 @@ async def replica(
     find, *others = map(find_at, controller_ports)
     standby = others[0] if others else None
     process = ReplicaProcess(instance, served.folder, replica_id, find, load, _die, standby=standby)
-    await process.start("127.0.0.1")
+    here = Environment()
+    await process.start("127.0.0.1", here.zone, here.node, here.pod_ref)
     settle()
     await process.meet_routers()
     say(Listening(()))

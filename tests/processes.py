@@ -21,7 +21,7 @@ import psutil
 
 from cluster.metrics import REPLICAS_READY, Metric
 from cluster.model import ModelFolder
-from deployments.settings import Instance, Profile, url_of
+from deployments.settings import Instance, Profile, ServeAccess, url_of
 from ops.bench.router_run import Part
 from ops.bench.router_wire import Listening
 from tests.forks import Forked
@@ -246,14 +246,16 @@ async def running_cluster(
     replicas: int = 2,
     routers: int = 1,
     port: int = 0,
+    serve: ServeAccess | None = None,
 ) -> AsyncIterator[Cluster]:
     """Start `profile`, whose one model is `model`, with so many replicas and routers, and steps of `step_s` and `row_s` for
-    each request that runs; its secret is kept in `folder`. The routers listen on `port` and those after it, which others can then take over, or on free ones."""
+    each request that runs; its secret is kept in `folder`. The routers listen on `port` and those after it, which others can then take over, or on free ones.
+    `serve`: who answers as Serve, where the model has `scale`."""
     secret_path, instance_file = folder / "secret", folder / "instance.json"
     secret_path.write_text("0123456789abcdef" * 4)
     router = profile.router.model_copy(update={"port": port})
     profile = profile.model_copy(update={"routers": routers, "router": router})
-    instance = Instance(profile=profile, model_folders=(model.path,), secret_path=secret_path)
+    instance = Instance(profile=profile, model_folders=(model.path,), secret_path=secret_path, serve=serve)
     instance_file.write_text(instance.model_dump_json())
     async with contextlib.AsyncExitStack() as stack:
         cluster = Cluster(instance_file, 1 + profile.control.standby, step_s, row_s, stack)

@@ -18,7 +18,7 @@ from cluster.config import ControlConfig
 from cluster.control import preempt, rebalance
 from cluster.control.gates import DEMAND_PERIOD_S
 from cluster.control.view import ClusterView, Demand, Proposal, Replica, Underway, observe
-from cluster.messages import HeldRequest, RosterEntry, Unplaced
+from cluster.messages import HeldRequest, RosterEntry, Stays, Unplaced
 from cluster.types import Generation, ReplicaId, ReplicaReport, RequestId, RouterId
 
 GONE_AFTER_S = 3 * DEMAND_PERIOD_S
@@ -73,6 +73,11 @@ class Control:
         model = self._models.get(told.model)
         if model is not None:
             model.demands[router_id] = Demand(router_id, told, now_s)
+
+    def stays(self, told: Stays) -> None:
+        """A router did not do what was proposed."""
+        for model in self._models.values():
+            model.stays(told)
 
     def router_gone(self, router_id: RouterId) -> None:
         """Its link has ended, and its demands with it."""
@@ -132,6 +137,19 @@ class _Model:
         self._order = None
         return not self.replicas
 
+    def stays(self, told: Stays) -> None:
+        """It makes no room, and another may be asked at once; itself only after the rest of who was asked in vain."""
+        asked = (told.request_id, told.attempt, told.for_request_id)
+        for underway in self._lately:
+            proposal = underway.proposal
+            if (proposal.request_id, proposal.attempt, proposal.for_request_id) == asked:
+                self._lately.remove(underway)
+                park = underway.at_s, told.request_id
+                if underway.parks and park in self._parked:  # it may be forgotten already
+                    self._parked.remove(park)
+                    self._uncount_park(told.request_id)
+                return
+
     def tick(self, now_s: float) -> tuple[Proposal, ...]:
         self._forget(now_s)
         if self._order is None:
@@ -165,6 +183,9 @@ class _Model:
             self._left.popitem(last=False)
         while self._parked and now_s - self._parked[0][0] > self._config.parks_window_s:
             _, request_id = self._parked.popleft()
-            self._parks[request_id] -= 1
-            if not self._parks[request_id]:
-                del self._parks[request_id]
+            self._uncount_park(request_id)
+
+    def _uncount_park(self, request_id: RequestId) -> None:
+        self._parks[request_id] -= 1
+        if not self._parks[request_id]:
+            del self._parks[request_id]

@@ -27,6 +27,7 @@ from cluster.engine.scheduling.choose import order_for, planner_for
 from cluster.engine.scheduling.plan import Admission, Chunk, Cost, Preemption, StepPlan, View
 from cluster.engine.scheduling.sequence import Identity, SequenceState
 from cluster.engine.text import TextCodec
+from cluster.foretold import Foretold
 from cluster.ports import Backend, Row, RowOutput, StepResult
 from cluster.types import (
     EngineLoad,
@@ -188,6 +189,11 @@ class Engine:
         """What is to be told now: the load, and what has become of the prefix cache since the last one."""
         prefixes = self._memory.take_prefix_change()
         return StepResult(load=self.load(), deltas=deltas, preempted=preempted, prefixes=prefixes)
+
+    @property
+    def foretold(self) -> Foretold:
+        """How long requests became over what was predicted of them; may be read while a step runs."""
+        return self._intake.foretold
 
     def load(self) -> EngineLoad:
         book, memory, count = self._book, self._memory, self._count

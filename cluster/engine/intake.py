@@ -12,6 +12,7 @@ from collections.abc import Collection
 from cluster.config import EngineConfig
 from cluster.engine.live import Live
 from cluster.engine.text import TextCodec
+from cluster.foretold import Foretold
 from cluster.lengths import LengthPredictor
 from cluster.types import FinishReason, Request, TokenDelta
 
@@ -25,6 +26,7 @@ class Intake:
         self._vocab_size = vocab_size
         self._eos = tuple(sorted(set(eos)))
         self._lengths = LengthPredictor()
+        self.foretold = Foretold()
 
     def take(self, request: Request, attempt: int) -> Live | TokenDelta:
         """`request.emitted_ids` go through the text stage silently.
@@ -51,6 +53,8 @@ class Intake:
         if finish is not None:
             return _ended(request, attempt, finish)
         self.predict(live)
+        if not (request.emitted_ids or live.only_scores):
+            live.foretold_tokens = live.state.predicted_tokens - live.state.prompt_tokens
         return live
 
     def predict(self, live: Live) -> None:
@@ -75,6 +79,8 @@ class Intake:
         request = live.request
         if not live.only_scores:
             self._lengths.observe(request.tenant, request.priority_class, live.state.prompt_tokens, len(live.output))
+        if live.foretold_tokens is not None:
+            self.foretold.ended(request.priority_class, len(live.output) / live.foretold_tokens)
 
     def _never_runs(self, request: Request) -> str:
         """Why a request can never run here; empty if it can."""

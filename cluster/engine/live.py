@@ -26,6 +26,7 @@ class Live:
         "_draws",
         "_eos",
         "cached_tokens",
+        "foretold_tokens",
         "hashes",
         "output",
         "registered",
@@ -54,6 +55,8 @@ class Live:
         """Blocks at the beginning of its table that have been registered as prefixes, or were found so."""
         self.cached_tokens: int | None = None
         """Of the prompt, found when it was first let in; None until then."""
+        self.foretold_tokens: float | None = None
+        """Output that was predicted before its first token; None where a part of it was there already, or none is to come."""
         wants_scores = s.prompt_logprobs is not None and not request.emitted_ids
         self.scores: list[TokenLogprob] | None = [] if wants_scores else None
         """Of the prompt, as far as it has been run; None once they have been said, or where none are asked for."""

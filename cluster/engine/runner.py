@@ -82,6 +82,7 @@ class EngineRunner:
             alive=self._alive,
             step_age_s=None if began_s is None else max(0.0, self._clock.monotonic() - began_s),
             failure=self._failure,
+            foretold=self._engine.foretold.told(),
         )
 
     def stop(self) -> None:

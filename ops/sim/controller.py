@@ -16,12 +16,13 @@ from cluster.config import ControlConfig
 from cluster.control.gates import DEMAND_PERIOD_S, PERIOD_S
 from cluster.control.loop import WEIGH_FOR_S, Control
 from cluster.control.routers import Routers
-from cluster.messages import HeldRequest, Propose, RosterEntry, RouterDemand, Unplaced
+from cluster.messages import HeldRequest, Propose, RosterEntry, RouterDemand, Stays, Unplaced
 from cluster.types import Generation, ReplicaId, ReplicaReport, ReplicaState, RouterId
 from ops.sim.events import VirtualLoop
 from ops.sim.links import Weather
 from ops.sim.log import EventLog
 from router.core import RouterCore
+from router.proposals import Verdict
 
 
 @dataclass(eq=False, slots=True)
@@ -188,7 +189,17 @@ class SimController:
         self._loop.at(now_s + period_s, self._tick, period_s)
 
     def propose(self, router_id: RouterId, message: Propose) -> None:
-        self._loop.at(self._loop.now_s + self._delay_s, self._cores[router_id].propose, message)
+        self._loop.at(self._loop.now_s + self._delay_s, self._proposed, router_id, message)
+
+    def _proposed(self, router_id: RouterId, message: Propose) -> None:
+        verdict = self._cores[router_id].propose(message) or Verdict.GONE
+        if verdict.stays and message.for_request_id is not None:
+            told = Stays(message.request_id, message.attempt, message.for_request_id)
+            self._loop.at(self._loop.now_s + self._delay_s, self._heard_stays, told)
+
+    def _heard_stays(self, told: Stays) -> None:
+        if self._life is not None and self._life.control is not None:
+            self._life.control.stays(told)
 
 
 def _can_take(router_id: RouterId) -> bool:

@@ -249,7 +249,7 @@ class World:
                 self._at(arrival, None)
 
     def _tick(self, core: RouterCore) -> None:
-        core.tick(gauges=False)
+        core.tick()
         self.loop.at(self.loop.now_s + TICK_S, self._tick, core)
 
     def _report(self, number: int) -> None:

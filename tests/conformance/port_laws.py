@@ -854,6 +854,29 @@ def when_the_pool_runs_out_the_last_in_order_gives_way_and_all_end_as_if_undistu
     assert requests[0].request_id not in {p.request_id for p in d.preempted}, "the first is never a victim"
 
 
+@law()
+def how_long_a_request_became_is_told_over_what_was_predicted_when_it_was_whole(d: Driver) -> None:
+    """24 tokens where 12 and 16 were stated are 2 and 1.5 times as many; one that came with a part of its output, one that
+    was ended by others and one that generates nothing say nothing."""
+
+    def told() -> tuple[int, float]:
+        by_class = dict(d.port.progress().foretold)
+        return (sum(by_class["c"].counts), by_class["c"].total) if by_class else (0, 0.0)
+
+    count, total = told()
+    whole = [request(f"foretold {stated}", max_tokens=24, stated=stated) for stated in (12, 16)]
+    cut = request("foretold and cut", max_tokens=24, stated=12)
+    cut = msgspec.structs.replace(cut, emitted_ids=d.expected(cut).token_ids[:6])
+    scored = request("foretold and scored", max_tokens=0, prompt_logprobs=1)
+    d.run_undisturbed(*whole, cut, scored)
+    ended = request("foretold and ended", max_tokens=400, stated=12)
+    d.add(ended)
+    d.until_tokens(1, ended)
+    d.abort(ended)
+    d.until_idle()
+    assert told() == (count + 2, total + 3.5)
+
+
 # --- everything at once ---
 
 WALK_DEEDS = 220

@@ -128,9 +128,9 @@ async def serving(
 
 
 @asynccontextmanager
-async def listening(app: Guard, *, head_timeout_s: float = HEAD_TIMEOUT_S) -> AsyncIterator[int]:
-    """Serve an application on a free port, which is returned."""
-    listener = socket.create_server(("127.0.0.1", 0))
+async def listening(app: Guard, *, head_timeout_s: float = HEAD_TIMEOUT_S, port: int = 0) -> AsyncIterator[int]:
+    """Serve an application on `port`, or on a free one, which is returned."""
+    listener = socket.create_server(("127.0.0.1", port))
     # asyncio sets it only on sockets that name TCP as their protocol, which these do not; accepted ones inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = Server(uvicorn_config(app, head_timeout_s=head_timeout_s, graceful_s=1))

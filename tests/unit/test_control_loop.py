@@ -13,7 +13,7 @@ from cluster.config import ControlConfig
 from cluster.control.gates import DEMAND_PERIOD_S
 from cluster.control.loop import GONE_AFTER_S, WEIGH_FOR_S, Control
 from cluster.control.view import Proposal
-from cluster.messages import HeldRequest, RosterEntry, Unplaced
+from cluster.messages import HeldRequest, RosterEntry, Stays, Unplaced
 from cluster.types import Generation, ReplicaId, RequestId, RouterId
 from tests.unit.control_kit import MODEL, NOW_S, ROUTER, entry, load, paused, report, request, waits
 
@@ -136,6 +136,25 @@ def test_a_demand_makes_those_leave_who_are_less_urgent() -> None:
     told.demands[ROUTER] = asks(98)
     proposed = told.for_s(CONFIG.proposal_expiry_s * 0.9)
     assert Counter(p.for_request_id for p in proposed) == {"urgent": 2}
+
+
+def test_where_who_is_asked_to_leave_stays_another_is_asked_at_once_and_it_counts_as_no_park() -> None:
+    told = Told(ControlConfig(max_parks=1))
+    told.has(
+        entry("r"), request("cheap", blocks=98, remaining=1), request("dear", blocks=100, tokens=9999, remaining=1)
+    )
+    told.demands[ROUTER] = asks(98)
+    (first,) = told.for_s(1.0)
+    told.control.stays(Stays(first.request_id, first.attempt, RequestId("another")))
+    told.control.stays(Stays(first.request_id, first.attempt + 1, RequestId("urgent")))
+    assert told.for_s(CONFIG.proposal_expiry_s - 1.1) == [], "of none of these was it asked"
+    told.control.stays(Stays(first.request_id, first.attempt, RequestId("urgent")))
+    (second,) = told.for_s(CONFIG.tick_s)
+    assert (first.request_id, second.request_id) == ("cheap", "dear")
+    told.control.stays(Stays(second.request_id, second.attempt, RequestId("urgent")))
+    assert told.for_s(CONFIG.request_rest_s - 2 * CONFIG.proposal_expiry_s) == [], "both rest"
+    (again,) = told.for_s(2 * CONFIG.proposal_expiry_s)
+    assert again.request_id == "cheap", "it was not parked"
 
 
 def test_a_demand_that_is_not_told_of_any_more_makes_nobody_leave() -> None:

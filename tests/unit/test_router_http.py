@@ -458,6 +458,7 @@ async def test_status_shows_bands_and_the_cluster_or_null_where_no_controller_an
                 "queued_requests": 0,
                 "queued_bytes": 0,
                 "running_requests": 1,
+                "oldest_s": None,
             }
         ]
         for _ in range(5):

@@ -275,7 +275,8 @@ async def test_series_carry_their_model_and_each_family_is_there_once(two: Two) 
     finished = {
         s.labels[MODEL_LABEL]: s.value
         for s in samples
-        if s.name == "forebay_requests_total" and s.labels["outcome"] == "finished"
+        if s.name == "forebay_requests_total"
+        and (s.labels["priority_class"], s.labels["outcome"]) == ("standard", "finished")
     }
     assert finished == {FIRST: 1, SECOND: 2}
     ready = {s.labels[MODEL_LABEL]: s.value for s in samples if s.name == "forebay_replicas_ready"}

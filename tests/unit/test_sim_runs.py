@@ -73,7 +73,7 @@ def test_an_interrupt_ends_all_processes_without_a_word_of_theirs_and_the_file_h
 ) -> None:
     file = tmp_path / "study.json"
     command = [sys.executable, "-m", "ops.cli", "simulate", "--trace", str(TRACE), "--json", str(file), "--jobs", "2"]
-    command += ["--replicas", "1", "--duration", "100", "--seeds", "10", "--policy", "forebay,round-robin"]
+    command += ["--replicas", "1", "--duration", "1000", "--seeds", "10", "--policy", "forebay,round-robin"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0) as ran:
         while not file.exists():
             assert ran.poll() is None

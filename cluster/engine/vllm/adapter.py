@@ -94,6 +94,7 @@ class VllmEngine:
             alive=self._alive,
             step_age_s=None if since_s is None or not self._alive else max(0.0, self._clock.monotonic() - since_s),
             failure=self._failure,
+            foretold=self._link.foretold.told(),
         )
 
     def stop(self) -> None:

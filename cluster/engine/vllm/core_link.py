@@ -24,6 +24,7 @@ from cluster.engine.live import Live
 from cluster.engine.scheduling.sequence import Identity
 from cluster.engine.vllm.translate import core_request, prompt_scores, row_output
 from cluster.engine.vllm.wire import NOTE_KEY, STEP_NOTE_ID, StepNote, core_id, decode_held, decode_step
+from cluster.foretold import Foretold
 from cluster.ports import Clock, HeldAttempt, StepResult
 from cluster.types import EngineLoad, FinishReason, Preempted, PrefixChange, Refusal, Request, TokenDelta
 
@@ -64,6 +65,7 @@ class CoreLink:
         """When the core last said anything, or was asked something or got something to do; None while nothing is owed by it."""
         self.on_result: Callable[[StepResult], None] = _nobody
         self.frozen: dict[Identity, Frozen] = {}
+        self.foretold = Foretold()
         self._client = client
         self._intake = intake
         self._eos = tuple(sorted(set(eos)))
@@ -249,6 +251,8 @@ class CoreLink:
         load, last = note.load, self._core_load
         if (load.steps_total, load.adds_total) >= (last.steps_total, last.adds_total):
             self._core_load = load
+        for priority_class, output_over_predicted in note.foretold:
+            self.foretold.ended(priority_class, output_over_predicted)
         for name, kv_handle in note.frozen:
             live = self._live.get(name)
             if live is not None:

@@ -31,7 +31,7 @@ SharedBlocks = Callable[[str], Shared]
 class Tracked:
     """One request. `held_blocks` are those that vLLM has given it; `state.blocks` are these and the promised ones."""
 
-    __slots__ = ("core_id", "frozen", "held_blocks", "loading", "note", "state")
+    __slots__ = ("core_id", "foretold_tokens", "frozen", "held_blocks", "loading", "note", "state")
 
     def __init__(self, core_id: str, note: RequestNote, max_model_len: int) -> None:
         self.core_id = core_id
@@ -39,6 +39,8 @@ class Tracked:
         self.held_blocks = 0
         self.frozen = False
         self.loading = False
+        self.foretold_tokens: float | None = None
+        """Output that was predicted before its first token; None where a part of it was there already, or none is to come."""
         self.state = SequenceState(
             (note.request_id, note.attempt),
             note.priority,
@@ -84,6 +86,8 @@ class Ledger:
         self._order = order_for(config)
         self._planner = planner_for(config.mode)
         self._lengths = LengthPredictor()
+        self._foretold: list[tuple[str, float]] = []
+        """Of those that have ended by themselves and are not told yet."""
         self._by_id: dict[str, Tracked] = {}
         self._by_state: dict[SequenceState, Tracked] = {}
         self._slots: dict[int, EngineConfig] = {}
@@ -119,6 +123,8 @@ class Ledger:
         self._by_id[core_id] = tracked
         self._by_state[tracked.state] = tracked
         self._predict(tracked)
+        if note.sampling.max_tokens > 0 and not note.emitted_tokens:
+            tracked.foretold_tokens = tracked.state.predicted_tokens - note.prompt_tokens
         self._join(self.waiting, tracked)
 
     def run(self, core_id: str, held_blocks: int) -> None:
@@ -215,6 +221,14 @@ class Ledger:
         note = tracked.note
         if note.sampling.max_tokens > 0:
             self._lengths.observe(note.tenant, note.priority_class, note.prompt_tokens, output_tokens)
+        if tracked.foretold_tokens is not None:
+            self._foretold.append((note.priority_class, output_tokens / tracked.foretold_tokens))
+
+    def take_foretold(self) -> tuple[tuple[str, float], ...]:
+        """Of those that have ended by themselves since this was last asked: the class, and the output over what was predicted
+        of it when they came."""
+        told, self._foretold = tuple(self._foretold), []
+        return told
 
     # --- the plan ---
 

@@ -65,7 +65,8 @@ class Telling:
         preempted, self._preempted = tuple(self._preempted), []
         frozen, self._frozen = tuple(self._frozen), []
         load = self._load(pool_blocks_free, blocks_cached)
-        return encode(StepNote(load=load, preempted=preempted, frozen=frozen, prefixes=prefixes))
+        foretold = self._ledger.take_foretold()
+        return encode(StepNote(load=load, preempted=preempted, frozen=frozen, foretold=foretold, prefixes=prefixes))
 
     def _load(self, pool_blocks_free: int, blocks_cached: int) -> EngineLoad:
         ledger = self._ledger

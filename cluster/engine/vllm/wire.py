@@ -66,6 +66,8 @@ class StepNote(Value, frozen=True):
     preempted: tuple[Preempted, ...] = ()
     frozen: tuple[tuple[str, bytes], ...] = ()
     """Core ids of those of which nothing is on its way any more, each with its KV connector's handle, if it has one."""
+    foretold: tuple[tuple[str, float], ...] = ()
+    """Of those that ended by themselves: the class, and their output over what was predicted of it when they came."""
     prefixes: PrefixChange | None = None
     """In the note of a step alone: those are read in the order in which they were written, answers to calls may cross them."""
 

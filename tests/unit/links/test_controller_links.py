@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from cluster.clock import SystemClock
-from cluster.config import TransportConfig
+from cluster.config import ControlConfig, TransportConfig
 from cluster.control.leader import Term
 from cluster.control.loop import WEIGH_FOR_S
 from cluster.control.view import Proposal
@@ -43,6 +43,7 @@ from cluster.messages import (
     ScaleStatus,
     Standing,
     StatusRequest,
+    Stays,
     ToController,
     Unplaced,
     Waiter,
@@ -88,9 +89,14 @@ class Place:
             raise TimeoutError
         return self.address
 
-    async def start(self, accept: Callable[[Link, Hello], LinkHandler] | None = None, number: int = 0) -> Acceptor:
+    async def start(
+        self,
+        accept: Callable[[Link, Hello], LinkHandler] | None = None,
+        number: int = 0,
+        control: ControlConfig = ControlConfig(),  # noqa: B008  # frozen
+    ) -> Acceptor:
         """A controller, which is ours or accepts links as it is told here."""
-        server = ControllerServer(SECRET, SystemClock(), place=number)
+        server = ControllerServer(SECRET, SystemClock(), control=control, place=number)
         decode = msgspec.msgpack.Decoder(ToController).decode
         acceptor = Acceptor(server.identity, ROLES, decode, accept or server.accept, CONFIG)
         self.address = await acceptor.listen("127.0.0.1", 0, SECRET)
@@ -307,10 +313,11 @@ async def test_status_shows_what_each_last_reported_and_missing_is_none(place: P
     assert status.replicas[0].report_age_s is not None
 
 
-async def test_a_drain_reaches_the_replicas_of_that_id_or_host_and_no_other(place: Place) -> None:
+async def test_a_drain_reaches_the_replicas_of_that_id_host_or_node_and_no_other(place: Place) -> None:
     await place.start()
     router, one, two = Peer(place, "router"), Peer(place, "replica"), Peer(place, "replica")
-    for peer, entry in ((one, ENTRY), (two, msgspec.structs.replace(ENTRY, replica_id=ReplicaId("r2")))):
+    other = msgspec.structs.replace(ENTRY, replica_id=ReplicaId("r2"), node="node-2")
+    for peer, entry in ((one, ENTRY), (two, other)):
         await peer.followed()
         peer.link.tell(ReplicaHere(entry=entry, pid=7))
     await heard(router, Roster, lambda roster: len(roster.entries) == 2)
@@ -320,8 +327,11 @@ async def test_a_drain_reaches_the_replicas_of_that_id_or_host_and_no_other(plac
     router.link.tell(DrainAsk(2, ENTRY.host, False))
     assert await heard(router, DrainTold) == DrainTold(2, (ReplicaId("r1"), ReplicaId("r2")))
     assert [await heard(peer, DrainOrder) for peer in (one, two)] == [DrainOrder(False)] * 2, "r1 has heard of one only"
-    router.link.tell(DrainAsk(3, "r3", True))
-    assert await heard(router, DrainTold) == DrainTold(3, ())
+    for name in ("r3", ""):  # r1 has said no node
+        router.link.tell(DrainAsk(3, name, True))
+        assert await heard(router, DrainTold) == DrainTold(3, ())
+    router.link.tell(DrainAsk(4, "node-2", True))
+    assert await heard(router, DrainTold) == DrainTold(4, (ReplicaId("r2"),))
 
 
 async def test_without_a_controller_a_link_keeps_trying_and_says_so(place: Place) -> None:
@@ -477,6 +487,24 @@ async def test_who_owns_what_is_to_make_room_is_told_for_which_request_of_anothe
     assert await heard(replica, Weigh) == Weigh(WEIGH_FOR_S), "it is to say what it holds, whatever room it has"
     while not elsewhere.heard.empty():
         assert not isinstance(elsewhere.heard.get_nowait(), Weigh), "of its model nothing waits"
+
+
+async def test_where_its_router_keeps_who_is_to_make_room_another_is_asked_at_once(place: Place) -> None:
+    await place.start(control=ControlConfig(proposal_expiry_s=600))
+    owner = Peer(place, "router", name="owner")
+    await owner.followed()
+    cheap, cheap_entry = await replica_here(place, "r1")
+    dear, dear_entry = await replica_here(place, "r2")
+    longer = msgspec.structs.replace(HELD, request_id=RequestId("longer"), tokens=9000)
+    told = (
+        (cheap, status(cheap_entry, HELD, blocks_free=2)),
+        (dear, status(dear_entry, longer, blocks_free=2)),
+        (owner, Unplaced("m", RequestId("large"), 10, 7, 1.0)),
+    )
+    first = await proposed_while(place, owner, *told)
+    owner.link.ask(Stays(first.request_id, first.attempt, RequestId("large")))
+    second = await proposed_while(place, owner, *told)
+    assert (first.request_id, second.request_id) == (HELD.request_id, longer.request_id)
 
 
 async def test_nothing_is_proposed_by_a_controller_that_has_just_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""What a controller does in Kubernetes."""
