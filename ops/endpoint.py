@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from pydantic import ValidationError
 
 from deployments.instances import running_instances
-from deployments.settings import Environment
+from deployments.settings import Environment, UsageError, checked_environment
 from ops.errors import CommandError
 
 _TIMEOUT_S = 5.0
@@ -23,10 +22,26 @@ _TIMEOUT_S = 5.0
 def read_environment() -> Environment:
     """Raises CommandError naming the variable that does not fit."""
     try:
-        return Environment()
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise CommandError(f"FOREBAY_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}") from error
+        return checked_environment()
+    except UsageError as error:
+        raise CommandError(str(error)) from error
+
+
+def address_of(settings: Environment) -> str:
+    """The router that is meant where no address is given: FOREBAY_URL, or the newest instance on this machine.
+
+    Raises:
+        CommandError: there is none.
+    """
+    if settings.url is not None:
+        return settings.url
+    instances = running_instances(settings)
+    if not instances:
+        raise CommandError("no instance of yours runs on this machine; start one with `make serve`, or give --url")
+    address = next((instance.url for instance in instances if instance.url), None)
+    if address is None:
+        raise CommandError("the instance on this machine is still starting; ask again when it is ready")
+    return address
 
 
 def ask(url: str | None, path: str, part: str, method: str = "GET") -> tuple[str, Any]:
@@ -37,14 +52,7 @@ def ask(url: str | None, path: str, part: str, method: str = "GET") -> tuple[str
         CommandError: there is none, it does not answer, or it answers with an error, whose words these are.
     """
     settings = read_environment()
-    address = url or settings.url
-    if address is None:
-        instances = running_instances(settings)
-        if not instances:
-            raise CommandError("no instance of yours runs on this machine; start one with `make serve`, or give --url")
-        address = next((instance.url for instance in instances if instance.url), None)
-        if address is None:
-            raise CommandError("the instance on this machine is still starting; ask again when it is ready")
+    address = url or address_of(settings)
     what = path.rsplit("/", 1)[1] if method == "GET" else "answer"
     try:
         target = f"{address.rstrip('/')}{path}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -31,7 +31,7 @@ def explain(
 ) -> None:
     """Show what was decided about a request and why: queued, placed, preempted, moved, refused, with the numbers used.
 
-    A router remembers its latest requests. With keys, only the tenant's own are shown.
+    A router remembers its latest requests. With keys, only the tenant's own are shown; to an operator's key, all.
     """
     address, said = ask(url, f"/v1/requests/{quote(request_id, safe='')}/explain", "decisions")
     if as_json:
@@ -39,25 +39,27 @@ def explain(
         print()
         return
     with understood(address):
-        _show(console(), said)
+        console().print(explained(said))
 
 
-def _show(out: Console, said: dict[str, Any]) -> None:
+def explained(said: dict[str, Any]) -> Group:
+    """What a router answered about a request, as it is shown. Raises LookupError or TypeError where it is another
+    version's."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="cyan", no_wrap=True)
     facts.add_column()
     for name, value in _facts(said):
         facts.add_row(name, Text(value))
-    out.print(facts)
     table = Table("ms", "decision", "replica", "why", "numbers", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.columns[0].justify = "right"
     for decision in said["decisions"]:
         numbers = "  ".join(f"{name}={format_number(value)}" for name, value in decision.get("numbers", {}).items())
         cells = (decision["event"], decision.get("replica", ""), decision.get("why", ""), numbers)
         table.add_row(f"{decision['at_ms']:,}", *map(Text, cells))
-    out.print(table)
+    parts: list[RenderableType] = [facts, table]
     if left_out := said.get("decisions_left_out", 0):
-        out.print(f"{left_out:,} decisions in the middle were left out.", style="dim")
+        parts.append(Text(f"{left_out:,} decisions in the middle were left out.", style="dim"))
+    return Group(*parts)
 
 
 def _facts(said: dict[str, Any]) -> list[tuple[str, str]]:

@@ -58,7 +58,10 @@ def create(
     queue_share: Annotated[
         float, typer.Option(metavar="SHARE", help="Part of a class's queue that its tenant may fill, up to 1.")
     ] = 1.0,
-    operator: Annotated[bool, typer.Option("--operator", help="It may drain replicas (`forebay drain`).")] = False,
+    operator: Annotated[
+        bool,
+        typer.Option("--operator", help="It may drain replicas, and see the decisions about everybody's requests."),
+    ] = False,
     note: Annotated[str, typer.Option(metavar="TEXT", help="What it is for, as `forebay keys list` shows it.")] = "",
     profile: ProfileOption = "local",
     file: FileOption = None,

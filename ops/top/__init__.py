@@ -1,0 +1,1 @@
+"""`forebay top`: the running cluster in a terminal."""
