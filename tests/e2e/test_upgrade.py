@@ -19,8 +19,8 @@ from cluster.metrics import IN_FLIGHT, REPLICA_RUNNING
 from cluster.model import ModelFolder
 from deployments.checks import free_ports
 from deployments.settings import Profile
+from tests.balancers import HAPROXY, balanced
 from tests.closed_loop import Load, running_load
-from tests.haproxy import CHECK_EVERY_S, CHECKS, balanced, needs_haproxy
 from tests.line import read_metric, until
 from tests.processes import Cluster, running_cluster
 from tests.ray.streams import Reader, body, client_of
@@ -75,12 +75,15 @@ async def replace_replicas(cluster: Cluster, load: Load) -> None:
         await load.another(BETWEEN)
 
 
-@needs_haproxy
+@HAPROXY.mark
 async def test_replicas_and_one_of_two_routers_behind_haproxy_are_replaced_and_no_client_sees_an_error(
     running: Running, tmp_path: Path
 ) -> None:
-    notice_s = 2 * CHECKS * CHECK_EVERY_S
-    async with running(routers=2, notice_s=notice_s) as cluster, balanced(cluster.urls, tmp_path) as url:
+    notice_s = 0.8
+    async with (
+        running(routers=2, notice_s=notice_s) as cluster,
+        balanced(HAPROXY, cluster.urls, tmp_path, notice_s) as url,
+    ):
         expected = await undisturbed(url)
         began_s = time.monotonic()
         async with running_load(url, FIELDS, expected, CLIENTS) as load:
