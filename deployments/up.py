@@ -1,382 +1,337 @@
-"""Forebay on this machine alone: a Ray cluster of its own, the application on it, and its end.
+"""Forebay deployed on a Ray cluster that runs, or changed there.
 
-Owns: what `forebay serve` does once its checks are passed (checks.py), to the last process gone. Two instances on one
-machine share nothing: each has its own Ray cluster, token, secret and temporary folder.
+    ray job submit --working-dir . -- python -m deployments.up --profile X --secret /run/forebay/secret --wait
 
-Invariant: whatever ends it (first Ctrl-C: streams finish; second: at once; an error while starting), every process and
-file that it made is gone afterwards, and no other process is touched: children are ended by pid, after their start time
-has been compared.
+Owns: the command, what it asks of Serve (the same config file that `serve deploy` and KubeRay give, by the same REST call),
+and what is said of the difference. Serve is never asked by a call of Ray's: a job that did would be its driver.
+What is started on this machine alone is in deployments/local.py.
+
+Invariants: what is deployed already as it is asked for is left alone, to the last process; other applications of the cluster
+stay as they are; what runs is the code that the nodes have installed, never the copy that came with the job.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import logging
-import os
-import secrets
-import shutil
-import signal
-import tempfile
-import threading
+import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
-import psutil
+import typer
+import yaml
+from pydantic import ValidationError
 
-from cluster.model import ModelFolderError
-from deployments.checks import check_gpus, with_port
-from deployments.instances import FOLDER_PREFIX, InstanceState
-from deployments.settings import Environment, Instance, Profile, ServeAccess, ServedModel, UsageError, url_of
+from deployments.app import APPLICATION
+from deployments.jobs import command
+from deployments.jobs.endpoint import ask_ray
+from deployments.local import takes_work
+from deployments.settings import UsageError, first_error, load_profile
 
-_POLL_S = 0.1
-_WATCH_S = 2.0
-_RAY_PROCESSES = frozenset({"raylet", "gcs_server"})
-"""Without these nothing works; Serve starts everything else again by itself."""
-_CHILDREN_GRACE_S = 5.0
+T = TypeVar("T")
 
-
-class InterruptedBySignalError(Exception):
-    """A signal came while something was awaited."""
-
-
-class Progress(Protocol):
-    """How phases are shown; see ops/serve_cli.py."""
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
-        """A phase that lasts: yields a function that shows a detail."""
-        ...
+IMPORT_PATH = "deployments.serve_app:build_app"
+_CALL_TIMEOUT_S = 30.0
+_LOOK_S = 0.5
+_SAY_EVERY_S = 15.0
+_MESSAGE_CHARS = 500
+_KEPT = ("secret_path", "token_path", "dashboard_url", "log_level")
+"""Arguments that stay as they are deployed where nothing else is said."""
 
 
-class Interrupts:
-    """Counts SIGINT, SIGTERM and SIGHUP (the terminal was closed). Ray replaces handlers when it starts, so `install` is called after it again."""
+class ServeClient(Protocol):
+    """Serve's REST API, as Ray's own client has it."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._event = threading.Event()
+    def get_serve_details(self) -> dict[str, Any]: ...
 
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self.count += 1
-        self._event.set()
-
-    def check(self, seen: int = 0) -> None:
-        """Raises InterruptedBySignalError if more than `seen` signals have come."""
-        if self.count > seen:
-            raise InterruptedBySignalError
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep until the next signal, or for `timeout_s`."""
-        self._event.wait(timeout_s)
-        self._event.clear()
+    def deploy_applications(self, config: dict[str, Any]) -> None: ...
 
 
-class LocalInstance:
-    """One running Forebay with its own Ray cluster. Use as a context manager: leaving it ends everything."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be put to Serve, and what of it is new."""
 
-    def __init__(self, profile: Profile, models: Sequence[ServedModel], environment: Environment) -> None:
-        self._profile = with_port(profile)
-        self._models = models
-        self._environment = environment
-        self._children: dict[int, float] = {}
-        self._ray_processes: dict[str, tuple[int, float]] = {}
-        self._handle: Any = None
-        self._ray_started = False
-        self._scales = any(model.config.scale is not None for model in models)
-        self._serve: ServeAccess | None = None
-        self._stack = contextlib.ExitStack()
-        self.interrupts = Interrupts()
-        self.urls = tuple(url_of(self._profile.router.host, port) for port in self._profile.ports)
-        """Of its routers."""
-        self.url = ""
-        """Of the first, once all are ready."""
-        self._awaited = ""
-        # Short, for Ray puts sockets deep below it and their paths may have 107 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        self._state_file = environment.run_dir / f"{os.getpid()}.json"
+    config: dict[str, Any]
+    """Of Serve, with all its applications; empty where nothing is to be done."""
+    changes: tuple[str, ...]
+    """A line for each; none for what was not deployed before."""
 
-    def __enter__(self) -> LocalInstance:
-        self._write_state()
-        # Ray prints to the driver's streams from threads of its own; what it says belongs with its logs.
-        log = self._stack.enter_context((self._folder / "driver.log").open("w", encoding="utf-8"))
-        self._stack.enter_context(contextlib.redirect_stdout(log))
-        self._stack.enter_context(contextlib.redirect_stderr(log))
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        try:
-            self._end_hard()
-        finally:
-            self._stack.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._state_file.unlink(missing_ok=True)
+def up(
+    profile: Annotated[str, typer.Option(help="A name under deployments/profiles, or the path of a .yaml file.")],
+    secret: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="The file with the cluster's secret, 32 bytes at least, the same on every node.",
+            show_default="as deployed",
+        ),
+    ] = None,
+    token: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="The file with Ray's token, on nodes where a controller may run; needed where a model has `scale`.",
+            show_default="as deployed",
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the profile: --set replicas=3. Repeatable."),
+    ] = None,
+    dashboard: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ray's dashboard.", show_default="that of this job's cluster")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(metavar="LEVEL", show_default="as deployed, or INFO")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when every model is served.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="With --wait, at most.")] = 1800.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON, all else as errors.")] = False,
+) -> int:
+    """Deploy Forebay on the Ray cluster of this job, or change what is deployed there.
 
-    # --- start ---
+    Models must name folders that lie on every node that serves them. A change replaces processes one after another, and
+    streams go on; what is deployed already is left alone.
 
-    def start(self, progress: Progress) -> None:
-        """Start everything and return when each router says that each model has a replica that answers.
+    Exit code: 0; 1 if it was not served in time, or cannot be; 2 if it could not be asked for (one line says why).
+    """
+    out = sys.stderr if as_json else sys.stdout
 
-        Raises:
-            InterruptedBySignalError: a signal came meanwhile.
-            UsageError: this machine lacks the GPUs, or a replica found that the model cannot be loaded or served.
-            RuntimeError: Ray or the application did not start; the message names the logs.
-        """
-        self.interrupts.install()
-        with progress.phase("Starting Ray"):
-            self._start_ray()
-        self.interrupts.check()
-        with progress.phase("Starting controller, routers and replicas") as detail:
-            self._start_application(detail)
-        self._note_children(set())
-        self._write_state()
+    def say(line: str) -> None:
+        print(line, file=out, flush=True)
 
-    def _start_ray(self) -> None:
-        token = self._folder / "ray-token"
-        for path, content in ((token, secrets.token_hex(32)), (self._folder / "secret", secrets.token_hex(32))):
-            path.touch(mode=0o600)
-            path.write_text(content)
-        os.environ.update(
-            RAY_AUTH_MODE="token",
-            RAY_AUTH_TOKEN_PATH=str(token),
-            RAY_USAGE_STATS_ENABLED="0",
-            RAY_DISABLE_IMPORT_WARNING="1",
-            OMP_NUM_THREADS="1",
-            # Ray would run workers at niceness 15: whatever else the machine does would come before urgent requests.
-            RAY_worker_niceness="0",
-            # Workers run our processes, not tasks: none in advance.
-            RAY_prestart_worker_first_driver="0",
+    url, client = _connect(dashboard)
+    told = _call(client.get_serve_details)
+    given = {"secret_path": secret, "token_path": token, "log_level": log_level, "dashboard_url": dashboard}
+    arguments = arguments_of(
+        load_profile(profile, dict(map(_change, changes or ()))).model_dump(mode="json", exclude_unset=True),
+        {name: str(value) for name, value in given.items() if value is not None},
+        deployed_arguments(told),
+        url,
+    )
+    plan = plan_of(told, arguments)
+    if not plan.config:
+        say("nothing to change: it is deployed like that")
+    else:
+        for line in plan.changes:
+            say(f"  {line}")
+        say("changing what is deployed …" if deployed_arguments(told) else "deploying …")
+        _call(lambda: client.deploy_applications(plan.config))
+    served: tuple[str, ...] = ()
+    if wait:
+        before_s = _application(told).get("last_deployed_time_s", 0.0) if plan.config else -1.0
+        began_s = time.monotonic()
+        served = Wait(client, before_s, say).until_served(began_s + timeout_s)
+        if not served:
+            return command.FAILED_SOME
+        say(f"served at {', '.join(served)} after {time.monotonic() - began_s:.1f} s")
+    if as_json:
+        print(json.dumps({"changed": bool(plan.config), "changes": plan.changes, "urls": served}), flush=True)
+    return 0
+
+
+def arguments_of(
+    profile: Mapping[str, Any], given: Mapping[str, str], deployed: Mapping[str, Any], dashboard_url: str
+) -> dict[str, Any]:
+    """Those of the application (`serve_app.ServeArgs`), checked.
+
+    Args:
+        profile: Its keys.
+        given: Arguments beside it that were asked for.
+        deployed: All that are deployed now; empty where nothing is.
+        dashboard_url: Of Ray, for models with `scale` where none is deployed.
+
+    Raises:
+        UsageError: they do not fit; the message names the key.
+    """
+    from deployments.serve_app import ServeArgs
+
+    scaled = any(model.get("scale") for model in profile.get("models", (profile,)))
+    kept = {name: deployed[name] for name in _KEPT if deployed.get(name) is not None}
+    arguments = {"dashboard_url": dashboard_url, **kept, **given, "profile": dict(profile)}
+    if not scaled:  # nobody asks there then, and what is not asked need not be changed
+        del arguments["dashboard_url"]
+    if "secret_path" not in arguments:
+        raise UsageError(
+            "--secret must name the file of the cluster's secret, on every node: openssl rand -hex 32 makes one"
         )
-        import ray
-
-        before = _children()
-        try:
-            self._ray_started = True
-            context = ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, 2),
-                # Serve is told how many replicas there are to be through it; it takes eleven processes and 208 MB.
-                include_dashboard=self._scales,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace="forebay",
-                object_store_memory=80 * 2**20,
-                _temp_dir=str(self._folder / "ray"),
-            )
-        except SystemExit as error:  # of Ray's own handler of SIGTERM
-            raise InterruptedBySignalError from error
-        except Exception as error:  # it raises whatever comes to it, bare exceptions too
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RuntimeError(f"Ray did not start: {why}; {self._keep_logs()}") from error
-        finally:
-            self._note_children(before)
-            self.interrupts.install()
-        if self._scales:
-            self._serve = ServeAccess(url=f"http://{context.dashboard_url}", token_path=token)
-        check_gpus(self._profile, ray.cluster_resources())  # type: ignore[no-untyped-call]
-        for pid, started in self._children.items():
-            for process in _same(pid, started):
-                if process.name() in _RAY_PROCESSES:
-                    self._ray_processes[process.name()] = (pid, started)
-
-    def _start_application(self, detail: Callable[[str], None]) -> None:
-        from ray import serve
-        from ray.serve._private.constants import SERVE_LOGGER_NAME
-
-        from deployments.app import APPLICATION, build, kept_by_serve
-
-        logging.getLogger(SERVE_LOGGER_NAME).setLevel(logging.ERROR)
-        instance = Instance(
-            profile=self._profile,
-            model_folders=tuple(model.folder.path for model in self._models),
-            secret_path=self._folder / "secret",
-            serve=self._serve,
-            log_level=self._environment.log_level,
-        )
-        serve.start(proxy_location="Disabled")
-        target = serve.RunTarget(
-            target=build(instance, kept_by_serve()),
-            name=APPLICATION,
-            route_prefix=None,
-            external_scaler_enabled=self._scales,
-        )
-        (self._handle,) = serve.run_many([target], wait_for_applications_running=False)
-        limit_s = self._profile.health.start_timeout_s
-        self._awaited = self._loaded({})
-        deadline = time.monotonic() + limit_s
-        while not self._ready(detail):
-            self.interrupts.check()
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"not ready after {limit_s:g} s (health.start_timeout_s): {self._awaited}; {self._keep_logs()}"
-                )
-            self.interrupts.wait(_POLL_S)
-
-    def _ready(self, detail: Callable[[str], None]) -> bool:
-        from ray import serve
-
-        from deployments.app import APPLICATION
-
-        application = serve.status().applications.get(APPLICATION)
-        if application is None:
-            return False
-        if application.status == "DEPLOY_FAILED":
-            reason = _reason(application)
-            for told in (ModelFolderError, UsageError):
-                _, is_told, why = reason.partition(f"{told.__name__}: ")
-                if is_told:
-                    raise UsageError(why)
-            raise RuntimeError(f"it did not start: {reason}; {self._keep_logs()}")
-        self._awaited = self._loaded(application.deployments)
-        detail(self._awaited)
-        if application.status != "RUNNING":
-            return False
-        if not all(map(_takes_work, self.urls)):
-            return False
-        self.url = self.urls[0]
-        return True
-
-    def _loaded(self, deployments: Mapping[str, Any]) -> str:
-        """How many replicas of each model are loaded."""
-        from deployments.app import replica_deployments
-
-        parts = []
-        for model, name in zip(self._models, replica_deployments([m.name for m in self._models]), strict=True):
-            states = deployments[name].replica_states if name in deployments else {}
-            loaded = sum(count for state, count in states.items() if state == "RUNNING")
-            parts.append(f"{loaded} of {model.config.replicas} replicas of {model.name}")
-        return f"{', '.join(parts)} loaded"
-
-    def _keep_logs(self) -> str:
-        """Copy Ray's logs to where they outlive this instance, in place of the last failure's; says where."""
-        kept = self._environment.cache_dir / "last-failure"
-        shutil.rmtree(kept, ignore_errors=True)
-        with contextlib.suppress(OSError, shutil.Error):
-            shutil.copytree(self._folder / "ray" / "session_latest" / "logs", kept, ignore=_only_files)
-        return f"its logs were kept in {kept}"
-
-    def _write_state(self) -> None:
-        names = tuple(model.name for model in self._models)
-        InstanceState(self.url, os.getpid(), names, str(self._folder)).write(self._state_file)
-
-    def run(self) -> None:
-        """Return at the next signal.
-
-        Raises:
-            RuntimeError: Ray's own processes ended meanwhile.
-        """
-        while not self.interrupts.count:
-            gone = [name for name, (pid, started) in self._ray_processes.items() if not any(_same(pid, started))]
-            if gone:
-                raise RuntimeError(f"Ray has ended ({', '.join(gone)}); what it served is gone with it")
-            self._note_children(set())
-            self.interrupts.wait(_WATCH_S)
-
-    # --- end ---
-
-    def finish(self, progress: Progress) -> None:
-        """Let every accepted request finish, then end everything. Raises InterruptedBySignalError at the next signal."""
-        seen = self.interrupts.count
-        with progress.phase("Finishing streams (Ctrl-C again ends at once)"):
-            done = self._handle.broadcast("drain")
-            # The synchronous `results` waits in a pool, whose threads Python joins at its exit: a router that was
-            # replaced just then never answers, and the process would never end.
-            self._await(lambda: asyncio.run(done.results_async(return_exceptions=True)), seen)
-        with progress.phase("Stopping"):
-            from ray import serve
-
-            self._await(serve.shutdown, seen)
-
-    def _await(self, function: Callable[[], object], seen: int) -> None:
-        """Run in a thread and watch for a signal."""
-        failure: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                function()
-            except BaseException as error:
-                failure.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        while thread.is_alive():
-            self.interrupts.check(seen)
-            thread.join(_POLL_S)
-        if failure:
-            logging.getLogger("forebay").warning("while stopping: %s", failure[0])
-
-    def _end_hard(self) -> None:
-        if self._ray_started:
-            import ray
-
-            self._note_children(set())
-            ray.shutdown()
-            self._end_children()
-
-    def _note_children(self, before: set[tuple[int, float]]) -> None:
-        """Remember whom we started: Ray's processes, and what those started since."""
-        for pid, started in _children() - before:
-            self._children[pid] = started
-        for pid, started in list(self._children.items()):
-            for process in _same(pid, started):
-                with contextlib.suppress(psutil.Error):
-                    for child in process.children(recursive=True):
-                        self._children[child.pid] = child.create_time()
-
-    def _end_children(self) -> None:
-        """Wait for them to end by themselves, then end the rest by pid."""
-        alive = [p for pid, started in self._children.items() for p in _same(pid, started)]
-        _, alive = psutil.wait_procs(alive, timeout=_CHILDREN_GRACE_S)
-        for process in alive:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(alive, timeout=_CHILDREN_GRACE_S)
+    try:
+        ServeArgs.model_validate(arguments)
+    except ValidationError as error:
+        raise UsageError(first_error(error)) from error
+    return arguments
 
 
-def _reason(application: Any) -> str:
-    """The last line of what the first failed deployment says: the exception that its constructor raised."""
-    for deployment in application.deployments.values():
-        lines = [line.strip() for line in str(deployment.message).splitlines() if line.strip()]
-        if deployment.status == "DEPLOY_FAILED" and lines:
-            return lines[-1]
-    return str(application.message)
+def plan_of(told: Mapping[str, Any], arguments: Mapping[str, Any]) -> Plan:
+    """What to put to Serve so that it has these arguments and all else stays.
+
+    Args:
+        told: What Serve says of itself.
+        arguments: Of the application.
+    """
+    application = {
+        "name": APPLICATION,
+        "route_prefix": None,
+        "import_path": IMPORT_PATH,
+        "external_scaler_enabled": any(model.get("scale") for model in _normal(arguments)["profile"]["models"]),
+        "args": dict(arguments),
+    }
+    now, deployed = _application(told), deployed_arguments(told)
+    differences = tuple(_differences(_normal(deployed), _normal(arguments))) if deployed else ()
+    config = now.get("deployed_app_config") or {}
+    same = (config.get("import_path"), config.get("external_scaler_enabled", False)) == (
+        IMPORT_PATH,
+        application["external_scaler_enabled"],
+    )
+    if deployed and same and not differences and now.get("status") in ("RUNNING", "DEPLOYING"):
+        return Plan({}, ())
+    others = [
+        other["deployed_app_config"]
+        for name, other in told.get("applications", {}).items()
+        if name != APPLICATION and other.get("deployed_app_config")
+    ]
+    whole: dict[str, Any] = {"applications": [*others, application]}
+    # Options of Serve itself hold from its start: it has no proxy where it is started for this alone.
+    whole["proxy_location"] = told.get("proxy_location") or "Disabled"
+    if told.get("target_capacity") is not None:
+        whole["target_capacity"] = told["target_capacity"]
+    return Plan(whole, differences)
 
 
-def _only_files(folder: str, names: list[str]) -> set[str]:
-    """For copytree: leave sockets and links out."""
-    paths = [Path(folder) / name for name in names]
-    return {path.name for path in paths if path.is_symlink() or not (path.is_file() or path.is_dir())}
+def deployed_arguments(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Empty where it is not deployed, or not by a config."""
+    return dict((_application(told).get("deployed_app_config") or {}).get("args") or {})
 
 
-def _children() -> set[tuple[int, float]]:
-    found = set()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            found.add((child.pid, child.create_time()))
+def _application(told: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = told.get("applications", {}).get(APPLICATION, {})
     return found
 
 
-def _same(pid: int, started: float) -> Iterator[psutil.Process]:
-    """The process of that pid, if it is still the one that was started then."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        if process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE:
-            yield process
+def _normal(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """With every default; as they are where another version had written them."""
+    from deployments.serve_app import ServeArgs
 
-
-def _takes_work(url: str) -> bool:
-    """Whether the router takes work of every model."""
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:  # noqa: S310 - our own http URL
-            return all(json.load(response)["models"].values())
-    except (urllib.error.URLError, OSError):
-        return False
+        normal = ServeArgs.model_validate(arguments).model_dump(mode="json")
+    except ValidationError:
+        normal = dict(arguments)
+    return normal
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """A line for each key whose value differs."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in dict.fromkeys((*old, *new)):
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(before, after, f"{key}[{place}]")
+    elif old != new:
+        yield f"{key}: {json.dumps(old)} → {json.dumps(new)}"
+
+
+def _change(given: str) -> tuple[str, Any]:
+    key, equals, value = given.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--set: {given!r} must be KEY=VALUE, as replicas=3")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--set {key}: {value!r} is not YAML") from error
+
+
+def _connect(dashboard: str | None) -> tuple[str, ServeClient]:
+    """Ray's dashboard, and Serve's client for it. Raises UsageError where there is none."""
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+    from ray.dashboard.utils import get_address_for_submission_client
+
+    class Client(ServeSubmissionClient):
+        def _do_request(self, *args: Any, **options: Any) -> Any:
+            return super()._do_request(*args, timeout=_CALL_TIMEOUT_S, **options)
+
+    def connect() -> tuple[str, ServeClient]:
+        url = dashboard or get_address_for_submission_client(None)
+        return url, Client(url)
+
+    return _call(connect)
+
+
+def _call(function: Callable[[], T]) -> T:
+    """Raises UsageError where Ray's dashboard does not do it."""
+    import requests
+    from ray.exceptions import AuthenticationError
+
+    try:
+        return function()
+    except AuthenticationError as error:
+        raise UsageError("Ray's dashboard refuses this job: it needs Ray's token (RAY_AUTH_TOKEN_PATH)") from error
+    except (requests.RequestException, ConnectionError, RuntimeError, ValueError) as error:
+        raise UsageError(f"Ray's dashboard: {str(error)[:_MESSAGE_CHARS]}") from error
+
+
+class Wait:
+    """For what was deployed after `after_s` of Serve's time."""
+
+    def __init__(self, client: ServeClient, after_s: float, say: Callable[[str], None]) -> None:
+        self._client = client
+        self._after_s = after_s
+        self._say = say
+        self._said, self._said_s = "", 0.0
+
+    def until_served(self, end_s: float) -> tuple[str, ...]:
+        """The routers' addresses, once each serves every model; none where that cannot be or has not come in time."""
+        urls: tuple[str, ...] = ()
+        while time.monotonic() < end_s:
+            try:
+                application = _application(_call(self._client.get_serve_details))
+                if application.get("last_deployed_time_s", 0.0) > self._after_s:
+                    self._show(standing(application))
+                    if application["status"] == "DEPLOY_FAILED":
+                        self._say(f"cannot be deployed: {failure(application)}")
+                        return ()
+                    if application["status"] == "RUNNING":
+                        urls = urls or ask_ray()
+                        if all(map(takes_work, urls)):
+                            return urls
+            except UsageError as error:  # Serve, or Ray's head, may be starting
+                self._show(str(error))
+                urls = ()
+            time.sleep(_LOOK_S)
+        self._say(f"not served in time: {self._said}")
+        return ()
+
+    def _show(self, line: str) -> None:
+        """What is new, and now and then that it is not."""
+        now_s = time.monotonic()
+        if line != self._said or now_s - self._said_s >= _SAY_EVERY_S:
+            self._said, self._said_s = line, now_s
+            self._say(f"  {line}")
+
+
+def standing(application: Mapping[str, Any]) -> str:
+    """Of what Serve says of an application: its state, and of each deployment how many run of how many."""
+    parts = []
+    for name, deployment in application["deployments"].items():
+        running = sum(replica["state"] == "RUNNING" for replica in deployment["replicas"])
+        parts.append(f"{name} {running} of {deployment['target_num_replicas']}")
+    return ", ".join([application["status"].lower().replace("_", " "), *parts])
+
+
+def failure(application: Mapping[str, Any]) -> str:
+    """Why: what the first failed deployment was stopped by."""
+    told = [d["message"] for d in application["deployments"].values() if d["status"] == "DEPLOY_FAILED"]
+    messages: list[str] = [*told, application["message"]]
+    for message in messages:
+        if lines := [line.strip() for line in message.splitlines() if line.strip()]:
+            return lines[-1][:_MESSAGE_CHARS]
+    return "Serve does not say why"
+
+
+def main() -> None:
+    sys.exit(command.run("deployments.up", up))
+
+
+if __name__ == "__main__":
+    main()

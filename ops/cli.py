@@ -14,13 +14,16 @@ from typing import Annotated
 
 import typer
 
+from ops.alerts_cli import alerts
 from ops.bench.cli import app as bench_app
+from ops.dashboards_cli import app as dashboards_app
 from ops.drain_cli import drain
 from ops.errors import CommandError
 from ops.explain_cli import explain
 from ops.keys_cli import app as keys_app
 from ops.serve_cli import serve, status
 from ops.simulate_cli import simulate
+from ops.top_cli import top
 
 _INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
@@ -36,11 +39,14 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(status)
+app.command()(top)
 app.command()(explain)
 app.command()(drain)
 app.command()(simulate)
+app.command()(alerts)
 app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
+app.add_typer(dashboards_app, name="dashboards")
 
 
 def _print_version(wanted: bool) -> None:

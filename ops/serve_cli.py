@@ -1,7 +1,7 @@
 """`forebay serve` and `forebay status`.
 
 Owns: how starting, running and stopping look on a terminal, and the table of a running instance. What is started and
-ended lies in deployments/up.py.
+ended lies in deployments/local.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rich.text import Text
 
 from cluster.config import Auth
 from deployments.checks import find_models, preflight
+from deployments.local import InterruptedBySignalError, LocalInstance
 from deployments.settings import ServedModel, UsageError, load_profile
-from deployments.up import InterruptedBySignalError, LocalInstance
 from ops.endpoint import ask, read_environment, understood
 from ops.errors import CommandError
 from ops.report import console
@@ -58,7 +58,7 @@ class PhaseProgress:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Callable[[str], None]]:
-        """See `deployments.up.Progress`."""
+        """See `deployments.local.Progress`."""
         started = time.monotonic()
         if self._console.is_terminal:
             with self._console.status(name) as status:
@@ -213,11 +213,30 @@ def _show(out: Console, address: str, state: dict[str, Any]) -> None:
     )
     for router in cluster["routers"]:
         out.print(f"  router {router['url'] or '(stands by)'}, pid {router['pid']}", highlight=False)
+    if (kubernetes := cluster["kubernetes"]) is not None:
+        _show_kubernetes(out, kubernetes)
     for scale in cluster["scale"]:
         _show_scale(out, scale)
     for model, replicas in groupby(sorted(cluster["replicas"], key=_model_of), key=_model_of):
         out.print(f"\n[bold]Replicas[/] of {escape(model)}", highlight=False)
         out.print(_replica_table(list(replicas)))
+
+
+def _show_kubernetes(out: Console, kubernetes: dict[str, Any]) -> None:
+    nodes, heard_s = kubernetes["nodes"], kubernetes["heard_s"]
+    known = (
+        "[yellow]no node is known yet[/]"
+        if nodes is None
+        else f"{counted(nodes, 'node')}, last heard {heard_s:.0f} s ago"
+    )
+    lease = (
+        "holds the Lease" if kubernetes["holds_lease"] else f"the Lease is {kubernetes['lease_holder'] or 'nobody'}'s"
+    )
+    out.print(f"\n[bold]Kubernetes[/] {known}; {escape(lease)}", highlight=False)
+    for node in kubernetes["going"]:
+        out.print(f"  {escape(node['node'])} is about to go: {escape(node['why'])}", highlight=False)
+    if kubernetes["trouble"]:
+        out.print(f"  [yellow]{escape(kubernetes['trouble'])}[/]", highlight=False)
 
 
 def _show_scale(out: Console, scale: dict[str, Any]) -> None:
@@ -249,6 +268,12 @@ def _ready(part: dict[str, Any]) -> str:
     return "ready" if part["ready"] else "[red]not ready[/]"
 
 
+def _state(replica: dict[str, Any]) -> str:
+    """And who has it drain."""
+    by = ", ".join(replica["drained_by"])
+    return f"{replica['report']['state']} ({by})" if by else str(replica["report"]["state"])
+
+
 def _replica_table(replicas: list[dict[str, Any]]) -> Table:
     """No wider than a terminal of 80 columns, for most hosts; what names a replica is folded rather than cut."""
     table = Table(box=None, pad_edge=False)
@@ -270,7 +295,7 @@ def _replica_table(replicas: list[dict[str, Any]]) -> Table:
         age_s = replica["report_age_s"]
         table.add_row(
             *cells,
-            report["state"] if age_s < _OLD_REPORT_S else f"[yellow]silent {age_s:.0f} s[/]",
+            _state(replica) if age_s < _OLD_REPORT_S else f"[yellow]silent {age_s:.0f} s[/]",
             f"{count['running']}/{load['slots_total']}",
             str(count["waiting"]),
             f"{used:.0%}",

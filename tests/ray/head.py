@@ -36,6 +36,8 @@ def main(folder: Path, resources: dict[str, float]) -> None:
         object_store_memory=80 * 2**20,
         _temp_dir=str(folder / "ray"),
     )
+    # As `ray start` leaves it: jobs look there for their cluster, where a machine has several.
+    (folder / "ray" / "ray_current_cluster").write_text(context.address_info["gcs_address"])  # type: ignore[attr-defined]
     print(f"http://{context.dashboard_url}", flush=True)
     sys.stdin.read()
     ray.shutdown()

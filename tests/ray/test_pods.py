@@ -34,9 +34,10 @@ models:
     replicas: 1
     gpu: {count: 0}
     engine: {blocks: 256, max_model_len: 256}
-ray: {objectStoreBytes: 83886080}
+ray: {objectStoreBytes: 83886080, env: {RAY_BACKEND_LOG_LEVEL: debug}}
 """
 """Beside the example of one node."""
+PROMPT = "the merger with Halvorsen is off"
 ENTER = """
 set -euo pipefail
 mount -t tmpfs none /mnt
@@ -92,6 +93,13 @@ class Pod:
             environment=environment, log=folder / f"{self.host.name}.log",
         )  # fmt: skip
 
+    def logs(self, folder: Path) -> dict[str, str]:
+        """All that its processes have written, Ray's too, while it runs."""
+        assert self.process is not None
+        own = folder / f"{self.host.name}.log"
+        rays = Path(f"/proc/{self.process.pid}/root/tmp/ray").glob("session_*/logs/**/*")
+        return {str(path): path.read_text(errors="replace") for path in (own, *rays) if path.is_file()}
+
     def end(self) -> None:
         self.host.end()
         if self.process is not None:
@@ -112,7 +120,18 @@ class Pod:
         raise AssertionError(f"{self.host.name}: {said}")
 
 
-def test_the_charts_pods_serve_and_each_actor_is_in_its_own(tiny_model: ModelFolder, tmp_path: Path) -> None:
+def asked_with(token: str, words: list[str]) -> int:
+    """The exit code of a command of Ray's that somebody runs who has this token, or none."""
+    environment = os.environ | (
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    )
+    command = [str(Path(sys.executable).with_name("ray")), *words]
+    return subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False).returncode
+
+
+def test_the_charts_pods_serve_each_actor_is_in_its_own_and_no_log_has_a_secret(
+    tiny_model: ModelFolder, tmp_path: Path
+) -> None:
     if why := cannot():
         pytest.skip(why)
     if not (TOOLS / "helm").is_file():
@@ -121,8 +140,8 @@ def test_the_charts_pods_serve_and_each_actor_is_in_its_own(tiny_model: ModelFol
     values.write_text(VALUES)
     manifests = list(yaml.safe_load_all(template("one-node", values_file=values).stdout))
     made = groups(manifests)
-    token = secrets.token_hex(32)
-    for name, content in (("cluster/secret", secrets.token_hex(32)), ("ray/auth_token", token)):
+    token, secret = secrets.token_hex(32), secrets.token_hex(32)
+    for name, content in (("cluster/secret", secret), ("ray/auth_token", token)):
         path = tmp_path / "secrets" / name
         path.parent.mkdir(parents=True)
         path.write_text(content)
@@ -145,9 +164,11 @@ def test_the_charts_pods_serve_and_each_actor_is_in_its_own(tiny_model: ModelFol
             base_url=f"http://{head.host.address}:8265", headers={"Authorization": f"Bearer {token}"}, timeout=30
         )
         stack.enter_context(dashboard)
-        dashboard.put("/api/serve/applications/", json=serve_config(manifests)).raise_for_status()
+        config = serve_config(manifests)
+        config["applications"][0]["args"]["log_level"] = "DEBUG"
+        dashboard.put("/api/serve/applications/", json=config).raise_for_status()
         pods["router"].passes("readinessProbe")
-        asked = {"model": "tiny", "prompt": "once", "max_tokens": 8, "ignore_eos": True}
+        asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
         url = f"http://{pods['router'].host.address}:8000"
         answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).raise_for_status().json()
         assert answer["usage"]["completion_tokens"] == 8
@@ -161,3 +182,19 @@ def test_the_charts_pods_serve_and_each_actor_is_in_its_own(tiny_model: ModelFol
             "Router": {pods["router"].host.address},
             "Replica-0-tiny": {pods["model-tiny"].host.address},
         }
+        for name, port, series in (("model-tiny", 9464, "vllm:num_requests_running"), ("head", 9465, "forebay_")):
+            assert series in httpx.get(f"http://{pods[name].host.address}:{port}/metrics", timeout=10).text, name
+        assert httpx.get(f"{dashboard.base_url}/api/serve/applications/", timeout=10).status_code == 401
+        rays = {
+            "GCS": ["status", "--address", f"{head.host.address}:6379"],
+            "dashboard": ["job", "list", "--address", str(dashboard.base_url)],
+        }
+        for what, words in rays.items():
+            assert asked_with(token, words) == 0, f"{what}: who has the token is served"
+            for other in ("", secrets.token_hex(32)):
+                assert asked_with(other, words) != 0, f"{what} serves whoever comes"
+        written = {name: text for pod in pods.values() for name, text in pod.logs(tmp_path).items()}
+        assert len(written) > 3 * len(pods), "each pod's, and Ray's in it"
+        assert any(answer["id"] in text for text in written.values()), "the router's are among them"
+        for name, text in written.items():
+            assert not [what for what in (token, secret, PROMPT) if what in text], name

@@ -1,0 +1,1 @@
+"""What people start with `ray job submit`; see ops/docs/jobs.md."""

@@ -1,0 +1,60 @@
+"""`forebay bench replay` as a job, against the Forebay of the cluster that it runs in.
+
+    ray job submit --working-dir . -- python -m ops.jobs.loadtest --trace azure.csv --token-scale 1/16 --limit 200
+
+Owns: that the router is found, and that the result, which a job has nowhere to leave, is in its log. All options are those of
+`forebay bench replay`. Imports the command line. Invariant: the last line of the output is the report in JSON, or there is
+none because nothing was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from deployments.jobs.command import COULD_NOT
+from deployments.jobs.endpoint import find_urls
+from deployments.settings import UsageError
+from ops import cli
+from ops.endpoint import read_environment
+from ops.errors import CommandError
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of `forebay bench replay` with these options."""
+    given = list(arguments)
+    with tempfile.TemporaryDirectory(prefix="forebay-loadtest-") as folder:
+        report = Path(_value(given, "--json") or Path(folder, "report.json"))
+        try:
+            more = [] if _value(given, "--json") else ["--json", str(report)]
+            if _value(given, "--url") is None and not {"-h", "--help"} & set(given):
+                # One is enough: a load test of several routers names what stands before them.
+                more += ["--url", find_urls(None, read_environment())[0][0]]
+        except (UsageError, CommandError) as error:
+            print(f"ops.jobs.loadtest: {error}", file=sys.stderr)
+            return COULD_NOT
+        code = cli.run(["bench", "replay", *given, *more])
+        if report.is_file() and code != COULD_NOT:
+            print(json.dumps(json.loads(report.read_bytes())), flush=True)
+    return code
+
+
+def _value(arguments: Sequence[str], option: str) -> str | None:
+    """Of an option as a shell gives it: in the next word, or behind `=`."""
+    for place, word in enumerate(arguments):
+        if word == option:
+            return arguments[place + 1] if place + 1 < len(arguments) else None
+        if word.startswith(f"{option}="):
+            return word.removeprefix(f"{option}=")
+    return None
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
