@@ -15,7 +15,16 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from cluster.config import Config, ControlConfig, EngineConfig, HealthConfig, RouterConfig, ScaleConfig, TransportConfig
+from cluster.config import (
+    Config,
+    ControlConfig,
+    EngineConfig,
+    HealthConfig,
+    KubernetesConfig,
+    RouterConfig,
+    ScaleConfig,
+    TransportConfig,
+)
 
 SCHEMA = Path(__file__).parents[1] / "helm" / "forebay" / "values.schema.json"
 OF_THE_CHART: Mapping[type[Config], tuple[str, ...]] = {
@@ -24,6 +33,7 @@ OF_THE_CHART: Mapping[type[Config], tuple[str, ...]] = {
     TransportConfig: (),
     ControlConfig: ("standby",),
     HealthConfig: ("start_timeout_s", "drain_timeout_s"),
+    KubernetesConfig: ("kubeconfig", "namespace", "name"),
     RouterConfig: ("host", "port", "auth", "keys_file", "keys_pepper_file", "open_metrics", "drain_notice_s"),
 }
 """Keys that values of another name stand for: set in both places they would disagree."""

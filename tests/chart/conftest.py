@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tenacity import Retrying, stop_after_delay, wait_fixed
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "forebay"
@@ -79,8 +80,10 @@ def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
 def serve_config(manifests: list[Manifest]) -> Manifest:
     """What Serve is told, however it comes to it."""
     services = of_kind(manifests, "RayService")
-    text = (
-        services[0]["spec"]["serveConfigV2"] if services else of_kind(manifests, "ConfigMap")[0]["data"]["serve.yaml"]
+    (text,) = (
+        [services[0]["spec"]["serveConfigV2"]]
+        if services
+        else [m["data"]["serve.yaml"] for m in of_kind(manifests, "ConfigMap") if "serve.yaml" in m["data"]]
     )
     config: Manifest = yaml.load(text, yaml.CSafeLoader)
     return config
@@ -103,7 +106,7 @@ def crds() -> Path:
     folder = os.environ.get("FOREBAY_TEST_CRDS")
     if not folder:
         pytest.skip("needs CRDs: FOREBAY_TEST_CRDS is not set")
-    return Path(folder)
+    return Path(folder).resolve()
 
 
 @pytest.fixture(scope="session")
@@ -112,10 +115,14 @@ def kubeconfig(crds: Path) -> Path:
     told = os.environ.get("FOREBAY_TEST_KUBECONFIG")
     if not told:
         pytest.skip("needs an API server: FOREBAY_TEST_KUBECONFIG is not set")
-    path = Path(told)
-    for name in ("rayservices", "rayclusters", "podmonitors"):
-        kubectl(path, "apply", "--server-side", "--force-conflicts", "-f", crds / f"{name}.yaml")
-        kubectl(path, "wait", "--for=condition=Established", "--timeout=30s", "-f", crds / f"{name}.yaml")
+    path = Path(told).resolve()
+    names = ("rayservices", "rayclusters", "podmonitors", "prometheusrules")
+    files = [word for name in names for word in ("-f", crds / f"{name}.yaml")]
+    kubectl(path, "apply", "--server-side", "--force-conflicts", *files)
+    # It gives up at once where the server has not given a new kind a status yet.
+    for attempt in Retrying(stop=stop_after_delay(30), wait=wait_fixed(0.1), reraise=True):
+        with attempt:
+            kubectl(path, "wait", "--for=condition=Established", "--timeout=30s", *files)
     return path
 
 

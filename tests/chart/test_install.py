@@ -10,8 +10,8 @@ import pytest
 from tests.chart.conftest import CHART, EXAMPLES, RELEASE, Manifest, helm, kubectl
 
 KINDS = (
-    "configmaps,jobs,networkpolicies,poddisruptionbudgets,podmonitors,rayclusters,rayservices,rolebindings,roles,"
-    "serviceaccounts,services"
+    "configmaps,jobs,networkpolicies,poddisruptionbudgets,podmonitors,prometheusrules,rayclusters,rayservices,rolebindings,"
+    "roles,serviceaccounts,services"
 )
 Objects = dict[tuple[str, str], Manifest]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,7 +12,7 @@ from threading import Thread
 
 import pytest
 
-from tests.chart.conftest import Manifest, groups, rendered
+from tests.chart.conftest import Manifest, groups, of_kind, pods, rendered
 
 RAYLET, GCS = "/api/local_raylet_healthz", "/api/gcs_healthz"
 
@@ -65,6 +66,22 @@ def test_ray_is_the_first_process_of_its_pod_and_has_its_parameters_as_they_are_
     assert arguments[0] == "start"
     assert given == {key: value.strip("'") for key, value in parameters}
     assert all(isinstance(count, int) for count in json.loads(given["resources"]).values())
+
+
+def test_names_of_ports_are_names_of_services(manifests: list[Manifest]) -> None:
+    """RFC 6335, which pods, Services and policies are held to when they are made, and a RayCluster's pods no sooner."""
+    named = [port for pod in pods(manifests).values() for c in pod["spec"]["containers"] for port in c.get("ports", ())]
+    assert named
+    for port in named:
+        name = port["name"]
+        assert len(name) <= 15, name
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name), name
+        assert re.search("[a-z]", name), name
+    by_name = {port["name"] for port in named}
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        for rule in policy["spec"]["ingress"]:
+            for port in rule.get("ports", ()):
+                assert port["port"] in by_name, "a port that some pod has"
 
 
 class _Answers(BaseHTTPRequestHandler):

@@ -13,7 +13,12 @@ import yaml
 
 from tests.chart.conftest import TOOLS, Manifest, groups, pods, rendered, template
 
-CUSTOM = {"RayService": "rayservices", "RayCluster": "rayclusters", "PodMonitor": "podmonitors"}
+CUSTOM = {
+    "RayService": "rayservices",
+    "RayCluster": "rayclusters",
+    "PodMonitor": "podmonitors",
+    "PrometheusRule": "prometheusrules",
+}
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])

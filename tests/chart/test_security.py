@@ -9,13 +9,24 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from tests.chart.conftest import EXAMPLES, VARIANTS, Manifest, groups, of_kind, pods, ray_cluster, rendered
+from tests.chart.conftest import (
+    CHART,
+    EXAMPLES,
+    RELEASE,
+    VARIANTS,
+    Manifest,
+    groups,
+    of_kind,
+    pods,
+    ray_cluster,
+    rendered,
+)
+from tests.kubernetes.gate import RIGHTS
 
 RESTRICTED_VOLUMES = {
     "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret",
 }  # fmt: skip
-"""The kinds that Pod Security's profile "restricted" has; the other checks here are its, too."""
-RAY_PORTS = {"gcs-server", "dashboard", "metrics", 6379, 8265, 10001, 8080, 52365}
+"""The kinds that Pod Security's profile "restricted" has."""
 
 
 def containers(pod: Manifest) -> Iterator[Manifest]:
@@ -28,27 +39,57 @@ def environment(container: Manifest) -> dict[str, Manifest]:
 
 
 def test_every_pod_passes_the_restricted_profile(manifests: list[Manifest]) -> None:
+    """As https://kubernetes.io/docs/concepts/security/pod-security-standards has it, "baseline" and "restricted"."""
     for name, pod in pods(manifests).items():
         spec, security = pod["spec"], pod["spec"]["securityContext"]
         assert not any(spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC", "hostUsers")), name
+        assert all(set(volume) - {"name"} <= RESTRICTED_VOLUMES for volume in spec["volumes"]), name
         assert security["runAsNonRoot"] is True, name
         assert security["runAsUser"] > 0, name
-        assert security["seccompProfile"]["type"] == "RuntimeDefault", name
-        assert all(set(volume) - {"name"} <= RESTRICTED_VOLUMES for volume in spec["volumes"]), name
+        assert not security.get("sysctls"), name
+        assert not spec.get("ephemeralContainers"), name
+        # AppArmor was an annotation once.
+        assert not any("apparmor" in key for key in pod["metadata"].get("annotations", {})), name
+        held(security)
         for container in containers(pod):
-            held(container["securityContext"])
+            held_in(container["securityContext"])
             assert not any("hostPort" in port for port in container.get("ports", [])), name
+            assert '"host":' not in json.dumps([value for key, value in container.items() if key.endswith("Probe")]), (
+                name
+            )
     autoscaler = ray_cluster(manifests).get("autoscalerOptions")
     if autoscaler is not None:  # KubeRay's own container, in the head's pod
-        held(autoscaler["securityContext"])
+        held_in(autoscaler["securityContext"])
 
 
 def held(security: Manifest) -> None:
+    """What is asked of a pod and of a container."""
+    assert security["runAsNonRoot"] is True
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not security.keys() & {"seLinuxOptions", "windowsOptions", "appArmorProfile"}
+
+
+def held_in(security: Manifest) -> None:
+    held(security)
     assert security["allowPrivilegeEscalation"] is False
     assert security["capabilities"] == {"drop": ["ALL"]}
     assert not security.get("privileged")
-    assert security["runAsNonRoot"] is True
+    assert "procMount" not in security
+    assert security.get("runAsUser") != 0
     assert security["readOnlyRootFilesystem"] is True  # beyond the profile
+
+
+def test_every_pod_of_the_release_is_judged_here(manifests: list[Manifest]) -> None:
+    """Wherever containers are, in whatever kind."""
+
+    def pods_in(part: object) -> int:
+        if isinstance(part, list):
+            return sum(map(pods_in, part))
+        if not isinstance(part, dict):
+            return 0
+        return ("containers" in part) + sum(map(pods_in, part.values()))
+
+    assert pods_in(manifests) == len(pods(manifests))
 
 
 def test_where_a_root_cannot_be_written_ray_and_its_workers_have_folders_of_their_own(
@@ -76,18 +117,25 @@ def test_every_process_of_rays_asks_for_the_token(manifests: list[Manifest]) -> 
         assert env["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": secret, "key": "auth_token"}
 
 
-def test_no_secret_is_rendered_only_names_of_secrets(manifests: list[Manifest]) -> None:
+def test_a_secret_is_named_and_never_read(manifests: list[Manifest]) -> None:
+    """What nothing reads is in nothing that is rendered: names go in, files and environment are the kubelet's to fill."""
     assert not of_kind(manifests, "Secret")
+    assert not any("lookup" in template.read_text() for template in (CHART / "templates").iterdir())
     for pod in pods(manifests).values():
         for container in containers(pod):
             for name, entry in environment(container).items():
                 if re.search("TOKEN|PASSWORD|SECRET|KEY", name):
                     assert "value" not in entry, name
-    for config_map in of_kind(manifests, "ConfigMap"):
-        assert not re.search(r"(?i)password|api_key|auth_token\s*:", json.dumps(config_map["data"]))
     redis = ray_cluster(manifests).get("gcsFaultToleranceOptions", {})
     assert "value" not in redis.get("redisPassword", {})
-    assert "@" not in redis.get("redisAddress", "")
+
+
+def test_nothing_that_is_rendered_could_be_a_key(manifests: list[Manifest]) -> None:
+    """No string as long as a secret and as random: what there is of the kind is the image's digest."""
+    (digest,) = {c["image"].rsplit(":", 1)[1] for pod in pods(manifests).values() for c in containers(pod)}
+    text = json.dumps([m for m in manifests if not m["metadata"]["name"].startswith(f"{RELEASE}-forebay-dashboard-")])
+    assert set(re.findall(r"\b[0-9a-fA-F]{24,}\b", text)) <= {digest}
+    assert not re.search(r"\bfb-[0-9a-f]{12}-|-----BEGIN|[a-z]://[^/\s\"]*:[^/\s\"]*@", text)
 
 
 def test_no_port_of_rays_is_in_a_service_that_leads_outside(manifests: list[Manifest]) -> None:
@@ -108,27 +156,6 @@ def test_no_port_of_rays_is_in_a_service_that_leads_outside(manifests: list[Mani
         if port["name"] == "http"
     }
     assert with_http == {"router"}
-
-
-def test_who_reaches_which_port(manifests: list[Manifest]) -> None:
-    """All policies that select a pod add up; without one, everybody reaches everything."""
-    policies = of_kind(manifests, "NetworkPolicy")
-    release = {"app.kubernetes.io/name": "forebay", "app.kubernetes.io/instance": "serving"}
-    for name, pod in pods(manifests).items():
-        labels = pod["metadata"]["labels"].items()
-        mine = [p["spec"] for p in policies if p["spec"]["podSelector"]["matchLabels"].items() <= labels]
-        assert all(spec["policyTypes"] == ["Ingress"] for spec in mine)
-        assert mine, name
-        for rule in (rule for spec in mine for rule in spec["ingress"]):
-            assert rule["from"], "an empty list is everybody"
-            if rule["from"] == [{"podSelector": {"matchLabels": release}}]:
-                continue
-            outside = {port["port"] for port in rule["ports"]}
-            component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
-            assert outside <= {"metrics", *{"router": ["http"], "head": ["dashboard"]}.get(component, [])}, name
-            if outside & {"dashboard", "metrics"}:
-                (peer,) = rule["from"]
-                assert set(peer) == {"namespaceSelector"}, "from one namespace"
 
 
 def test_clients_are_those_that_values_name() -> None:
@@ -176,11 +203,12 @@ def test_a_controllers_rights_are_to_watch_nodes_write_events_and_hold_one_lease
     }
     one = ("serving-forebay",)
     assert granted == {
-        *(("nodes", verb, ()) for verb in ("get", "list", "watch")),
+        *(("nodes", verb, ()) for verb in ("list", "watch")),
         *(("events", verb, ()) for verb in ("create", "patch")),
         ("leases", "create", ()),
-        *(("leases", verb, one) for verb in ("get", "update", "patch")),
+        *(("leases", verb, one) for verb in ("get", "update")),
     }
+    assert {(resource, verb) for resource, verb, _ in granted} == RIGHTS, "what the code is seen to ask for"
     assert not [m for m in rendered("8xa100") if "Role" in m["kind"]], "none unless asked for"
 
 

@@ -25,6 +25,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 http://{{ include "forebay.fullname" . }}-head-svc.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:8265
 {{- end }}
 
+{{/* The component whose pods controllers run in. */}}
+{{- define "forebay.home" -}}
+{{ ternary "controller" "head" (gt (int .Values.controllers.replicas) 0) }}
+{{- end -}}
+
 {{/* Whether any model has `scale`. */}}
 {{- define "forebay.scales" -}}
 {{- range .Values.models }}{{ if .scale }}true{{ end }}{{ end -}}
@@ -59,6 +64,11 @@ forebay_model_{{ .name }}
 {{- fail (printf "router.minAvailable (%d) must be below router.replicas (%d), or no node with one of them could ever be drained" (int $v.router.minAvailable) (int $v.router.replicas)) }}{{ end }}
 {{- if and $v.autoscaling.enabled (not (include "forebay.scales" .)) }}
 {{- fail "autoscaling.enabled: no entry of models has scale, so there is nothing to scale" }}{{ end }}
+{{- range $key, $port := dict "router.port" $v.router.port "monitoring.ports.model" $v.monitoring.ports.model "monitoring.ports.controller" $v.monitoring.ports.controller }}
+{{- if has (int $port) (list 6379 8080 8265 10001 52365) }}{{ fail (printf "%s (%d) is a port of Ray's" $key (int $port)) }}{{ end }}
+{{- end }}
+{{- if eq (int $v.monitoring.ports.model) (int $v.monitoring.ports.controller) }}
+{{- fail (printf "monitoring.ports.model and monitoring.ports.controller are both %d; a small cluster has them in one pod" (int $v.monitoring.ports.model)) }}{{ end }}
 {{- $names := dict }}
 {{- range $n, $m := $v.models }}
 {{- $at := printf "models[%d]" $n }}
@@ -104,7 +114,11 @@ forebay_model_{{ .name }}
 {{- $_ := set $profile "router" (merge $router $v.profile.router) }}
 {{- $_ := set $profile "control" (merge (dict "standby" (eq (int $v.controllers.replicas) 2)) $v.profile.control) }}
 {{- $_ := set $profile "health" (merge (dict "start_timeout_s" $v.startup.modelLoadSeconds "drain_timeout_s" $v.drain.seconds) $v.profile.health) }}
+{{- $_ := set $profile "metrics" (dict "replica_port" $v.monitoring.ports.model "controller_port" $v.monitoring.ports.controller) }}
 {{- with $v.profile.transport }}{{ $_ := set $profile "transport" . }}{{ end }}
+{{- if $v.kubernetesAccess.enabled }}
+{{- $_ := set $profile "kubernetes" (merge (dict "namespace" .Release.Namespace "name" (include "forebay.fullname" .)) $v.profile.kubernetes) }}
+{{- end }}
 {{- $args := dict "profile" $profile "secret_path" (printf "/run/forebay/cluster/%s" $v.secrets.cluster.key) }}
 {{- if include "forebay.scales" . }}
 {{- $_ := set $args "dashboard_url" (include "forebay.dashboard" .) }}

@@ -41,6 +41,10 @@ metadata:
     {{- with .model }}
     forebay/model: {{ . }}
     {{- end }}
+    {{- if eq .component "router" }}
+    # Taken away, this one gets nothing new from the balancer and serves on what it has.
+    forebay/balanced: "true"
+    {{- end }}
   annotations:
     # The command below is run as it stands; KubeRay's own would leave a shell between the kubelet and Ray, which hears no
     # SIGTERM.
@@ -81,6 +85,9 @@ spec:
         - {name: HOME, value: /tmp/home}
         - {name: FOREBAY_CACHE_DIR, value: /tmp/forebay}
         - {name: NUMBA_CACHE_DIR, value: /tmp/numba}
+        - {name: FOREBAY_NODE, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+        - {name: FOREBAY_POD, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+        - {name: FOREBAY_POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
         {{- if not $head }}
         - name: FOREBAY_ZONE
           {{- with .zone }}
@@ -103,6 +110,11 @@ spec:
         - {name: dashboard, containerPort: 8265}
         {{- else if eq .component "router" }}
         - {name: http, containerPort: {{ $v.router.port | int }}}
+        {{- else if eq .component "model" }}
+        - {name: model-metrics, containerPort: {{ $v.monitoring.ports.model | int }}}
+        {{- end }}
+        {{- if eq .component (include "forebay.home" $root) }}
+        - {name: control-metrics, containerPort: {{ $v.monitoring.ports.controller | int }}}
         {{- end }}
         - {name: metrics, containerPort: 8080}
       # While this holds, nothing judges the pod: Ray starts, and its models load.
