@@ -53,6 +53,12 @@ class RosterEntry(msgspec.Struct, frozen=True, array_like=True):
     node: str = ""
     """Its Kubernetes node; empty where nobody has said."""
 
+    @property
+    def machine(self) -> str:
+        """What fails together with it: its node where that is known, for there each pod is a host of its own, else its
+        host."""
+        return self.node or self.host
+
 
 # --- the handshake, on every connection ---
 

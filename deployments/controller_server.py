@@ -26,7 +26,7 @@ from cluster.config import ControlConfig
 from cluster.control.demand import Meter
 from cluster.control.gates import PERIOD_S
 from cluster.control.happenings import ReplicaSeen, ScaleSeen
-from cluster.control.leader import BEAT_S, SILENT_S, Term, decide
+from cluster.control.leader import BEAT_S, SETTLE_S, SILENT_S, Term, decide
 from cluster.control.loop import WEIGH_FOR_S, Control
 from cluster.control.routers import Routers
 from cluster.messages import (
@@ -67,8 +67,6 @@ _LATE_S = 0.5
 _SCALE_TOLD_EVERY_S = 1.0
 _TICK_CPU_S = 0.01
 """A tick that takes more is told."""
-_SETTLE_S = 0.5
-"""Whoever begins to lead proposes nothing for so long: what the one before has had moved or called back shows by then."""
 _VOUCHED_S = SILENT_S - BEAT_S - 0.05
 """A peer that was heard so lately had a beat, and less than SILENT_S ago: it does not tell anybody yet that it hears none."""
 
@@ -85,6 +83,8 @@ class _Peer:
     pid: int = 0
     pod: PodRef | None = None
     drained_by: tuple[DrainedBy, ...] = ()
+    told: dict[DrainedBy, DrainOrder | Leave] = field(default_factory=dict)
+    """What a replica was told last, for each that decides about it."""
     report: ReplicaReport | None = None
     reported_at: float | None = None
     router: RouterStatus | None = field(default=None)
@@ -344,7 +344,7 @@ class ControllerServer:
             return
         self._ticked_s = now_s
         self._take_stock(now_s)
-        if self._term.leads is not None and now_s - self._leads_since_s >= _SETTLE_S:
+        if self._term.leads is not None and now_s - self._leads_since_s >= SETTLE_S:
             self._propose(self._term.leads, now_s)
         self._figures.ticked(self._clock.monotonic() - now_s)
 
@@ -368,10 +368,14 @@ class ControllerServer:
     # --- drain and scale ---
 
     def tell_replica(self, replica_id: ReplicaId, message: DrainOrder | Leave) -> None:
-        """Whoever has gone needs to be told nothing."""
+        """Whoever has gone needs to be told nothing. What is said again, for it is not done yet, is decided once."""
+        by = DrainedBy.NODE if isinstance(message, DrainOrder) and message.node else DrainedBy.SCALE
         for peer in self._peers:
             if peer.entry is not None and peer.entry.replica_id == replica_id:
                 peer.link.send(message)
+                before, peer.told[by] = peer.told.get(by), message
+                if before == message:
+                    continue
                 self._figures.decided(Kind.LEAVE if isinstance(message, Leave) else _kind_of(message.drain))
 
     def _drain(self, ask: DrainAsk) -> DrainTold:

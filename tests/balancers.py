@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,15 +80,32 @@ def write_config(program: Program, balancer: Balancer, folder: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def balanced(program: Program, urls: Sequence[str], folder: Path, notice_s: float) -> AsyncIterator[str]:
-    """The URL of a balancer before these routers, whose `drain_notice_s` is `notice_s`, once it answers."""
+async def balanced(
+    program: Program,
+    urls: Sequence[str],
+    folder: Path,
+    notice_s: float,
+    *,
+    soft_files: int | None = None,
+    change: Callable[[str], str] = str,
+) -> AsyncIterator[str]:
+    """The URL of a balancer before these routers, whose `drain_notice_s` is `notice_s`, once it answers.
+
+    Args:
+        soft_files: The soft limit of open files that it is started with; None: that of the test.
+        change: Makes another configuration of the one that is shipped.
+    """
     port = free_ports("127.0.0.1", 1)
     balancer = Balancer.model_validate(
         {"routers": map(address_of, urls), "host": "127.0.0.1", "port": port, "drain_notice_s": notice_s}
     )
     folder = folder / program.name
     folder.mkdir()
-    command = program.command(program.run, write_config(program, balancer, folder))
+    config = write_config(program, balancer, folder)
+    config.write_text(change(config.read_text()))
+    command = program.command(program.run, config)
+    if soft_files is not None:
+        command = ["sh", "-c", f'ulimit -Sn {soft_files} && exec "$@"', "sh", *command]
     log = folder / "log"
     with log.open("w") as sink:
         process = await asyncio.create_subprocess_exec(*command, stdout=sink, stderr=sink)

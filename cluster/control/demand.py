@@ -49,7 +49,8 @@ class ReplicaLoad:
 
     replica_id: ReplicaId
     generation: Generation
-    host: str
+    machine: str
+    """As `RosterEntry.machine`."""
     zone: str
     state: ReplicaState
     retiring: bool
@@ -278,7 +279,7 @@ def _load_of(entry: RosterEntry, report: ReplicaReport, *, retiring: bool) -> Re
     return ReplicaLoad(
         replica_id=entry.replica_id,
         generation=entry.generation,
-        host=entry.host,
+        machine=entry.machine,
         zone=entry.zone,
         state=report.state,
         retiring=retiring,

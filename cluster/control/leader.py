@@ -25,6 +25,8 @@ SILENT_S = 1.0
 """Whoever has led and not been heard for so long is taken to be gone; one whose link ends is, at once."""
 CONFIRM_S = 0.2
 """Nobody must have been heard for so long: while a controller takes over, some have met it and others not yet."""
+SETTLE_S = 0.5
+"""Whoever begins to lead moves and orders nothing for so long: what the one before has had done shows by then."""
 FIRST_WAIT_S = 1.0
 """Where several start at once, each but the first leaves so much time to the one before it."""
 

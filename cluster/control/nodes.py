@@ -1,14 +1,16 @@
 """Which nodes are about to go, and whose work leaves them. Pure.
 
 Owns: what on a Kubernetes Node is a notice that it goes (`notices`), what is known of all nodes (`NodeBook`), and which
-replicas are told to drain, or to take work again, because of that (`wanted`). Imports the config and ids; no Kubernetes,
-no clock and no socket: who drives it says what time it is.
+replicas are told to drain, or to take work again, because of that (`wanted`). Imports the config, ids, after how long a
+replica is lost and how long a new leader waits; no Kubernetes, no clock and no socket: who drives it says what time it is.
 
 Invariants: the same last word about each node gives the same orders, however it came (listed whole, as changes, twice, or
 after a gap); a node that nobody has listed, or that has gone from the listing, says nothing, so that an API server that is
 away, or shows nothing, changes nothing; what somebody else has asked of a replica is never taken back: each drain is its
 asker's, and the replica keeps them apart (deployments/replica_process.py). No replica drains for its node where no other of
-its model takes work on a node that stays: the work would have nowhere to go, and a whole pool may be cordoned for days.
+its model takes work on a node that stays: the work would have nowhere to go, and a whole pool may be cordoned for days. But
+one that drains goes on as long as another that would take its work may only be out of sight, for its link broke or this
+controller has just begun to lead: what moved would come back to a node that goes, and move again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from cluster.config import KubernetesConfig, NodeNotice, NoticeOn
+from cluster.control.happenings import LOST_AFTER_S
+from cluster.control.leader import SETTLE_S
 from cluster.types import ReplicaId
 
 REPEAT_S = 1.0
@@ -161,6 +165,14 @@ class Placed(NamedTuple):
     """Somebody else keeps it from work."""
 
 
+class Taker(NamedTuple):
+    """A replica that takes work on a node that stays, or did when it was heard last."""
+
+    model: str
+    away_since_s: float | None
+    """When it was first missed; None: it is heard."""
+
+
 class Told(NamedTuple):
     """What a replica was told last."""
 
@@ -177,6 +189,10 @@ class NodesView:
     clear_since_s: Mapping[str, float]
     placed: Sequence[Placed]
     told: Mapping[ReplicaId, Told]
+    takers: Mapping[ReplicaId, Taker]
+    """As `takers` has made them of `placed`."""
+    leads_since_s: float
+    """When this controller began to."""
 
 
 class Drain(NamedTuple):
@@ -189,14 +205,37 @@ class Drain(NamedTuple):
     """Of its node, sorted."""
 
 
+def takers(
+    before: Mapping[ReplicaId, Taker],
+    placed: Sequence[Placed],
+    reasons: Mapping[str, frozenset[Reason]],
+    now_s: float,
+) -> dict[ReplicaId, Taker]:
+    """Who takes work on a node that stays, with those of `before` that are not heard of now and do not count as lost yet."""
+    found = {r.replica_id: Taker(r.model, None) for r in placed if not (r.drains or r.kept or reasons.get(r.node))}
+    heard = {r.replica_id for r in placed}
+    for replica_id, taker in before.items():
+        away_since_s = now_s if taker.away_since_s is None else taker.away_since_s
+        if replica_id not in heard and now_s - away_since_s < LOST_AFTER_S:
+            found[replica_id] = taker._replace(away_since_s=away_since_s)
+    return found
+
+
 def wanted(view: NodesView, config: KubernetesConfig, now_s: float) -> tuple[Drain, ...]:
     """Whom to tell what, now. Whoever says that it does what it should is told nothing."""
+    leads_for_s = now_s - view.leads_since_s
+    if leads_for_s < SETTLE_S:
+        return ()
     orders = []
-    served = {r.model for r in view.placed if not (r.drains or r.kept or view.reasons.get(r.node))}
+    served = {taker.model for taker in view.takers.values() if taker.away_since_s is None}
+    perhaps = {taker.model for taker in view.takers.values()}
     for replica in sorted(view.placed):
         reasons = view.reasons.get(replica.node)
         drain = bool(reasons) and replica.model in served
         if reasons is None or drain == replica.drains:
+            continue
+        # Another that would take its work may be away for a moment, or be yet to come.
+        if reasons and not drain and (replica.model in perhaps or leads_for_s < LOST_AFTER_S):
             continue
         # A notice that comes and goes does not have the work move each time.
         if not reasons and now_s - view.clear_since_s.get(replica.node, -math.inf) < config.return_after_s:

@@ -86,7 +86,7 @@ class Room:
 
     def best(self, source: Replica, priority: int, blocks: int, allowed: Allowed) -> Replica | None:
         """Where a request of `source` goes that takes so many blocks: the emptiest that has the room; of those that are
-        nearly as empty one whose host, then zone, has least work that is as urgent, so that one failure takes less of it.
+        nearly as empty one whose machine, then zone, has least work that is as urgent, so that one failure takes less of it.
         """
         near: list[Replica] = []
         limit = 0.0
@@ -99,12 +99,13 @@ class Room:
                 near.append(replica)
         if len(near) < 2:
             return near[0] if near else None
-        hosts, zones = self._work_at(priority)
+        machines, zones = self._work_at(priority)
         here = source.entry  # where the request itself counts
 
         def failing_together(replica: Replica) -> tuple[int, int]:
             there = replica.entry
-            return hosts[there.host] - (there.host == here.host), zones[there.zone] - (there.zone == here.zone)
+            same_machine, same_zone = there.machine == here.machine, there.zone == here.zone
+            return machines[there.machine] - same_machine, zones[there.zone] - same_zone
 
         return min(near, key=failing_together)  # they are in order, and the first of equals is taken
 
@@ -173,14 +174,14 @@ class Room:
             self._made_free.add(proposal.source)
 
     def _work_at(self, priority: int) -> tuple[Counter[str], Counter[str]]:
-        """Requests that are as urgent, by host and by zone."""
+        """Requests that are as urgent, by machine and by zone."""
         if priority not in self._work:
-            hosts, zones = Counter[str](), Counter[str]()
+            machines, zones = Counter[str](), Counter[str]()
             for replica in self._view.replicas:
                 count = _as_urgent(replica.load, priority)
-                hosts[replica.entry.host] += count
+                machines[replica.entry.machine] += count
                 zones[replica.entry.zone] += count
-            self._work[priority] = hosts, zones
+            self._work[priority] = machines, zones
         return self._work[priority]
 
 

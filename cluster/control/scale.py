@@ -243,9 +243,9 @@ def set_aside(load: ModelLoad, serve: Deployed) -> int:
 
 
 def first_to_go(replicas: Sequence[ReplicaLoad]) -> ReplicaLoad:
-    """The one with least to move, of those that leave no zone and no host without one while another has several."""
+    """The one with least to move, of those that leave no zone and no machine without one while another has several."""
     zones = Counter(r.zone for r in replicas)
-    hosts = Counter((r.zone, r.host) for r in replicas)
+    machines = Counter((r.zone, r.machine) for r in replicas)
     able = [r for r in replicas if zones[r.zone] > 1] or list(replicas)
-    able = [r for r in able if hosts[r.zone, r.host] > 1] or able
+    able = [r for r in able if machines[r.zone, r.machine] > 1] or able
     return min(able, key=lambda r: (r.blocks, r.requests, -r.generation.number, r.replica_id))

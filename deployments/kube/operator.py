@@ -19,7 +19,7 @@ from typing import Protocol
 
 from cluster.config import KubernetesConfig
 from cluster.control.happenings import Chronicle, EventBook, Picture, ReplicaSeen, ScaleSeen, Written
-from cluster.control.nodes import NodeBook, NodesView, Placed, Told, in_words, wanted
+from cluster.control.nodes import Drain, NodeBook, NodesView, Placed, Taker, Told, in_words, takers, wanted
 from cluster.messages import DrainOrder, KubernetesStatus, NodeStatus
 from cluster.ports import Clock
 from cluster.types import DrainedBy, Generation, PodRef, ReplicaId
@@ -72,12 +72,17 @@ class Operator:
         self._who = socket.gethostname() if pod is None else pod.name
         self._nodes = NodeBook()
         self._told: dict[ReplicaId, Told] = {}
+        self._takers: dict[ReplicaId, Taker] = {}
+        self._acts_as: tuple[Generation, float] | None = None
+        """As which this controller ordered last, and since when it could."""
         self._listed = False
         self._going = 0
         self._led: Generation | None = None
         """As which this controller led when it last looked; what follows is of that time alone."""
-        self._chronicle, self._events = Chronicle(), EventBook(config.events_per_minute, "")
-        self._written = self._dropped = self._failures = 0
+        self._chronicle = Chronicle()
+        self._events: tuple[EventBook, int] = EventBook(config.events_per_minute, ""), 0
+        """The book, and the Events that those before it dropped: replaced at once, for other threads read both."""
+        self._written = self._failures = 0
         self._events_due_s = 0.0
         self._calls = Calls(KubeApi(config, rng))
         self._lease = LeaseWriter(config, self._calls, self._who, clock, rng)
@@ -114,13 +119,14 @@ class Operator:
     def figures(self) -> Figures:
         """For any thread."""
         heard_s = self._watcher.heard_s
+        events, dropped_before = self._events
         return Figures(
             watch_age_s=None if heard_s is None else self._clock.monotonic() - heard_s,
             watches=dict(self._watcher.ended),
             nodes_going=self._going,
             lease_held=self._lease.holds,
             events_written=self._written,
-            events_dropped=self._dropped + self._events.dropped,
+            events_dropped=dropped_before + events.dropped,
         )
 
     # --- nodes ---
@@ -153,22 +159,28 @@ class Operator:
 
     def _act(self) -> None:
         """Tell replicas what follows from their nodes."""
-        if self._orders.generation is None:
+        leads = self._orders.generation
+        if leads is None:
+            self._acts_as = None
             return
         now_s, replicas = self._clock.monotonic(), self._orders.replicas()
+        if self._acts_as is None or self._acts_as[0] != leads:
+            self._acts_as = leads, now_s
+            self._takers = {}
         self._told = {replica_id: told for replica_id, told in self._told.items() if replica_id in replicas}
         node = frozenset({DrainedBy.NODE})
         placed = [
             Placed(replica_id, seen.model, seen.node, seen.drained_by >= node, bool(seen.drained_by - node))
             for replica_id, seen in replicas.items()
         ]
-        view = NodesView(self._nodes.reasons, self._nodes.clear_since_s, placed, self._told)
+        self._takers = takers(self._takers, placed, self._nodes.reasons, now_s)
+        view = NodesView(
+            self._nodes.reasons, self._nodes.clear_since_s, placed, self._told, self._takers, self._acts_as[1]
+        )
         for order in wanted(view, self._config, now_s):
-            if order.drain:
-                _log.info("%s drains, for node %s goes: %s", order.replica_id, order.node, in_words(order.reasons))
-            else:
-                why = "no other would take its work" if order.reasons else "which has no notice any more"
-                _log.info("%s does not drain for node %s: %s", order.replica_id, order.node, why)
+            before = self._told.get(order.replica_id)
+            if before is None or before.drain != order.drain:  # else it is said again
+                _log_order(order)
             self._told[order.replica_id] = Told(order.drain, now_s)
             self._orders.tell_replica(order.replica_id, DrainOrder(order.drain, node=True))
 
@@ -179,21 +191,23 @@ class Operator:
         leads = self._orders.generation
         if leads != self._led:
             self._led = leads
-            self._dropped += self._events.dropped
+            events, dropped_before = self._events
             name = "" if leads is None else f"{self._config.name}.{leads.uuid[:12]}"
-            self._chronicle, self._events = Chronicle(), EventBook(self._config.events_per_minute, name)
+            self._chronicle = Chronicle()
+            self._events = EventBook(self._config.events_per_minute, name), dropped_before + events.dropped
         if leads is None:
             return
         going = {name: in_words(reasons) for name, reasons in self._nodes.going.items()}
+        events, _ = self._events
         picture = Picture(leads, self._orders.replicas(), self._orders.scales(), going)
         for happening in self._chronicle.observe(picture, self._clock.monotonic()):
-            self._events.note(happening, self._clock.monotonic(), self._clock.unix())
+            events.note(happening, self._clock.monotonic(), self._clock.unix())
 
     async def _write(self) -> None:
         while True:
             leads = self._orders.generation
             await self._lease.turn(leads)
-            events, now_s = self._events, self._clock.monotonic()
+            (events, _), now_s = self._events, self._clock.monotonic()
             if leads is not None and leads == self._led and self._lease.holds and now_s >= self._events_due_s:
                 event = events.due(now_s)
                 if event is not None and await self._write_event(event, events, leads):
@@ -223,6 +237,14 @@ class Operator:
         self._failures = 0
         self._written += 1
         return True
+
+
+def _log_order(order: Drain) -> None:
+    if order.drain:
+        _log.info("%s drains, for node %s goes: %s", order.replica_id, order.node, in_words(order.reasons))
+        return
+    why = "no other would take its work" if order.reasons else "which has no notice any more"
+    _log.info("%s does not drain for node %s: %s", order.replica_id, order.node, why)
 
 
 def in_kubernetes(config: KubernetesConfig, server: ControllerServer, clock: Clock, pod: PodRef | None) -> Operator:

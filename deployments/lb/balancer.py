@@ -38,6 +38,9 @@ _IDLE_MARGIN_S = 15.0
 _HEAD_MARGIN = 28
 """Headers that a balancer may add before it counts. A router refuses too many itself, and says so."""
 _RETRY_AFTER_S = 1
+_CONNECTIONS = 8192
+"""That a worker of nginx has, to clients and routers. Twice as many files are asked for, and nginx gets none of them where its
+hard limit is lower: so no more."""
 _HOST = re.compile(r"(?!-)[A-Za-z0-9.-]{1,253}(?<!-)")
 _FOLDER = re.compile(r"/[\w./-]*")
 _TEMPLATES = Path(__file__).parent
@@ -153,6 +156,12 @@ _ERRORS = {
         400, "invalid_request_error", "invalid_http", "This is no HTTP request, or its head is too large."
     ),
     "late": _error(408, "invalid_request_error", "head_timeout", "The head of the request did not arrive in time."),
+    "failed": _error(
+        500,
+        "server_error",
+        "balancer_failed",
+        "The load balancer could not take this request: it has no room for more.",
+    ),
     "lost": _error(
         502, "server_error", "router_lost", "The router that had this request is gone or cannot be reached."
     ),
@@ -182,6 +191,7 @@ def render(kind: Kind, balancer: Balancer) -> str:
         state_folder=balancer.state_folder,
         head_bytes=HEAD_MAX_BYTES,
         headers=MAX_HEADERS + _HEAD_MARGIN,
+        connections=_CONNECTIONS,
         tries=_TRIES,
         checks=_CHECKS,
         check_ms=round(balancer.check_every_s * 1000),

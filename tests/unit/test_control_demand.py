@@ -207,7 +207,7 @@ def test_replicas_that_are_silent_or_gone_are_not_there() -> None:
     told.replica(TWO, engine_load(), retiring=True)
     one, two = told.meter.load(0.0).replicas
     assert (one.requests, one.blocks, one.state, one.retiring) == (3, 20, ReplicaState.READY, False)
-    assert (two.host, two.zone, two.state, two.retiring) == ("h2", "z", ReplicaState.DRAINING, True)
+    assert (two.machine, two.zone, two.state, two.retiring) == ("h2", "z", ReplicaState.DRAINING, True)
     told.meter.replica_gone(ONE.replica_id, entry("one", number=2).generation)
     assert len(told.meter.load(0.0).replicas) == 2, "another incarnation of it has gone"
     told.meter.replica_gone(ONE.replica_id, ONE.generation)

@@ -331,6 +331,20 @@ def test_of_nearly_equal_targets_the_host_then_the_zone_with_least_as_urgent_wor
     assert taken(here, replica("a", host="h4", zone="z1"), replica("b", host="h5", zone="z2")) == "b"
 
 
+def test_pods_of_one_node_fail_together_whatever_hosts_they_are() -> None:
+    """In Kubernetes each pod is a host of its own."""
+
+    def pod(name: str, node: str, *held: HeldRequest) -> Replica:
+        made = replica(name, *held)  # on a host of its name
+        return msgspec.structs.replace(made, entry=msgspec.structs.replace(made.entry, node=node))
+
+    full = pod("full", "n0", *runners(4), waits("w"))
+    busy = pod("busy", "n1", *runners(4, name="b"))
+    for near, far in (("a", "b"), ("b", "a")):
+        (underway,) = decide(view(full, busy, pod(near, "n1"), pod(far, "n2")), CONFIG, NOW_S)
+        assert underway.goes_to == far
+
+
 def test_a_request_does_not_count_against_its_own_host() -> None:
     """4 and itself on h1, and 4 on h2: wherever it goes, one host has 5 and the other 4."""
     full = replica("full", *runners(4), waits("w"), host="h1")

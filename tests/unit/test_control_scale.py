@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.config import ScaleConfig
-from cluster.control.demand import ModelLoad, ReplicaLoad
+from cluster.control.demand import Meter, ModelLoad, ReplicaLoad
 from cluster.control.scale import (
     Deployed,
     Retire,
@@ -27,8 +27,9 @@ from cluster.control.scale import (
     first_to_go,
     next_step,
 )
+from cluster.messages import RosterEntry
 from cluster.types import Generation, ReplicaId, ReplicaState
-from tests.unit.scale_model import ScaledModel
+from tests.unit.scale_model import ScaledModel, engine_load, report
 
 READY, DRAINING = ReplicaState.READY, ReplicaState.DRAINING
 CONFIG = ScaleConfig(min=1, max=10)
@@ -40,14 +41,14 @@ def loaded(
     *,
     requests: int = 0,
     blocks: int | None = None,
-    host: str = "h",
+    machine: str = "h",
     zone: str = "",
     number: int = 1,
     state: ReplicaState = READY,
     retiring: bool = False,
 ) -> ReplicaLoad:
     blocks = 10 * requests if blocks is None else blocks
-    return ReplicaLoad(ReplicaId(name), Generation(number, "u"), host, zone, state, retiring, requests, 8, blocks)
+    return ReplicaLoad(ReplicaId(name), Generation(number, "u"), machine, zone, state, retiring, requests, 8, blocks)
 
 
 def asked(
@@ -353,16 +354,26 @@ def test_the_one_with_least_to_move_goes_and_of_equals_the_newest() -> None:
     assert first_to_go([loaded("a", number=1), loaded("b", number=7), loaded("c", number=3)]).replica_id == "b"
 
 
-def test_the_only_one_of_a_host_or_zone_stays_where_another_has_several() -> None:
-    hosts = [loaded("a", host="1"), loaded("b", host="2", requests=9), loaded("c", host="2", requests=5)]
-    assert first_to_go(hosts).replica_id == "c"
+def test_the_only_one_of_a_machine_or_zone_stays_where_another_has_several() -> None:
+    machines = [loaded("a", machine="1"), loaded("b", machine="2", requests=9), loaded("c", machine="2", requests=5)]
+    assert first_to_go(machines).replica_id == "c"
     zones = [
-        loaded("a", host="1", zone="x"),
-        loaded("b", host="2", zone="y", requests=9),
-        loaded("c", host="3", zone="y", requests=5),
+        loaded("a", machine="1", zone="x"),
+        loaded("b", machine="2", zone="y", requests=9),
+        loaded("c", machine="3", zone="y", requests=5),
     ]
     assert first_to_go(zones).replica_id == "c"
-    assert first_to_go([loaded("a", host="1", requests=1), loaded("b", host="2")]).replica_id == "b"
+    assert first_to_go([loaded("a", machine="1", requests=1), loaded("b", machine="2")]).replica_id == "b"
+
+
+def test_of_pods_one_of_the_node_that_has_several_goes_and_elsewhere_one_of_such_a_host() -> None:
+    """As the meter of the model has them of what they report. Each pod is a host of its own."""
+    for at in ([("p1", "n1"), ("p2", "n2"), ("p3", "n2")], [("h1", ""), ("h2", ""), ("h2", "")]):
+        meter = Meter(1.0, 1.0, 0.0, 30.0)
+        for place, (host, node) in enumerate(at):
+            entry = RosterEntry(ReplicaId("abc"[place]), Generation(1, "u"), host, 1, "m", node=node)
+            meter.replica(entry, report(entry, engine_load(0 if place == 0 else 3)), retiring=False, now_s=0.0)
+        assert first_to_go(meter.load(0.0).replicas).replica_id == "b"
 
 
 def step(
@@ -468,7 +479,7 @@ class World:
                 continue
             self.starting -= 1
             self.made += 1
-            new = loaded(f"s{self.made}", number=self.made, host=str(self.made % 3))
+            new = loaded(f"s{self.made}", number=self.made, machine=str(self.made % 3))
             self.running[new.replica_id] = new
 
     def work(self, act: Callable[[], bool]) -> None:

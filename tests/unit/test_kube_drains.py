@@ -9,6 +9,7 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.messages import DrainOrder, Leave
+from cluster.metrics import TICK_DECISIONS
 from cluster.model import ModelFolder
 from cluster.types import DrainedBy, ReplicaId
 from deployments.settings import ModelConfig, Profile
@@ -49,6 +50,25 @@ async def test_an_uncordon_does_not_undo_an_operators_drain_nor_the_other_way_ab
     await until_drained_by(line, NODE)
     line.controller.tell_replica(ONE, STAYS)
     await until_drained_by(line)
+
+
+async def test_what_is_said_again_and_again_is_decided_once_and_heard_each_time(line: Line) -> None:
+    def decided(decision: str) -> float | None:
+        return line.controller.registry.get_sample_value(f"{TICK_DECISIONS.name}_total", {"kind": decision})
+
+    for _ in range(3):
+        line.controller.tell_replica(ONE, GOES)
+    await until_drained_by(line, NODE)
+    assert (decided("drain"), decided("take_work")) == (1, 0)
+    for _ in range(3):
+        line.controller.tell_replica(ONE, STAYS)
+    await until_drained_by(line)
+    assert (decided("drain"), decided("take_work")) == (1, 1)
+    line.controller.tell_replica(ONE, DrainOrder(drain=True, retire=True))
+    await until_drained_by(line, SCALE)
+    line.controller.tell_replica(ONE, GOES)
+    await until_drained_by(line, NODE, SCALE)
+    assert (decided("drain"), decided("take_work")) == (3, 1), "each reason of its own"
 
 
 async def test_one_that_retires_goes_on_retiring_on_a_node_that_goes_and_one_that_a_node_drains_does_not_retire(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.config import KubernetesConfig, NodeNotice, NoticeOn
+from cluster.control.happenings import LOST_AFTER_S
+from cluster.control.leader import SETTLE_S
 from cluster.control.nodes import (
     KNOWN_NOTICES,
     REPEAT_S,
@@ -22,9 +25,11 @@ from cluster.control.nodes import (
     NodesView,
     Placed,
     Reason,
+    Taker,
     Told,
     in_words,
     notices,
+    takers,
     wanted,
 )
 from cluster.types import ReplicaId
@@ -136,7 +141,22 @@ def drains(
 def alone(
     book: NodeBook, placed: Iterable[Placed], now_s: float, told: dict[ReplicaId, Told] | None = None
 ) -> list[Drain]:
-    return list(wanted(NodesView(book.reasons, book.clear_since_s, list(placed), told or {}), CONFIG, now_s))
+    return looked(book, placed, now_s, {}, -math.inf, told)[0]
+
+
+def looked(
+    book: NodeBook,
+    placed: Iterable[Placed],
+    now_s: float,
+    before: Mapping[ReplicaId, Taker],
+    leads_since_s: float = -math.inf,
+    told: dict[ReplicaId, Told] | None = None,
+) -> tuple[list[Drain], dict[ReplicaId, Taker]]:
+    """One look of several, and what the next is to know of it."""
+    placed = list(placed)
+    found = takers(before, placed, book.reasons, now_s)
+    view = NodesView(book.reasons, book.clear_since_s, placed, told or {}, found, leads_since_s)
+    return list(wanted(view, CONFIG, now_s)), found
 
 
 def test_replicas_of_a_node_that_goes_drain_and_no_others() -> None:
@@ -201,6 +221,49 @@ def test_none_drains_where_no_other_of_its_model_takes_work_on_a_node_that_stays
     assert alone(book, gone, 0.0) == [Drain(one.replica_id, False, one.node, tuple(CORDON)) for one in gone], (
         "the one that stayed is lost: they are there still"
     )
+
+
+A, B = Placed(R1, "m", "a", True), Placed(R2, "m", "b", False)
+"""The first drains, for its node goes; the second would take its work."""
+BACK = Drain(R1, False, "a", tuple(CORDON))
+
+
+def one_that_goes() -> NodeBook:
+    book = NodeBook()
+    book.listed({"a": CORDON, "b": NOTHING}, 0.0)
+    return book
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.01, 2 * LOST_AFTER_S)), max_size=30))
+def test_a_drain_is_taken_back_for_want_of_another_only_once_that_one_is_lost(looks: list[tuple[bool, float]]) -> None:
+    """However often it is looked, and however long nobody looked: it counts from when it was missed first."""
+    book, now_s, missed_s, known = one_that_goes(), 0.0, None, takers({}, [A, B], {}, 0.0)
+    for is_heard, later_s in looks:
+        now_s += later_s
+        orders, known = looked(book, [A, B] if is_heard else [A], now_s, known)
+        missed_s = None if is_heard else now_s if missed_s is None else missed_s
+        assert orders == ([BACK] if missed_s is not None and now_s - missed_s >= LOST_AFTER_S else [])
+        assert known.keys() <= {R2}
+
+
+def test_a_drain_is_taken_back_at_once_where_the_other_is_heard_and_takes_no_work() -> None:
+    _, known = looked(one_that_goes(), [A, B], 0.0, {})
+    assert looked(one_that_goes(), [A, B._replace(kept=True)], 0.1, known)[0] == [BACK]
+
+
+def test_nobody_begins_to_drain_for_one_that_is_not_heard_now() -> None:
+    book = one_that_goes()
+    _, known = looked(book, [A, B], 0.0, {})
+    assert looked(book, [A._replace(drains=False)], 0.1, known)[0] == []
+
+
+def test_who_begins_to_lead_orders_nothing_until_it_has_seen_what_there_is() -> None:
+    book = one_that_goes()
+    come = [A._replace(drains=False), B, Placed(R3, "m", "b", True)]
+    assert looked(book, come, SETTLE_S - 0.01, {}, 0.0)[0] == []
+    assert {order.replica_id for order in looked(book, come, SETTLE_S, {}, 0.0)[0]} == {R1, R3}
+    assert looked(book, [A], LOST_AFTER_S - 0.01, {}, 0.0)[0] == [], "the other may be yet to come"
+    assert looked(book, [A], LOST_AFTER_S, {}, 0.0)[0] == [BACK]
 
 
 replicas = st.builds(

@@ -64,6 +64,14 @@ def test_a_router_that_leaves_is_out_well_before_its_notice_is_over(notice_s: fl
     assert 2 * int(kept[1]) <= notice_s * 1000
 
 
+def test_nginx_asks_for_two_files_for_each_connection() -> None:
+    text = rendered(Kind.NGINX)
+    asked, connections = (
+        re.findall(rf"^\s*{word} (\d+);", text, re.MULTILINE) for word in ("worker_rlimit_nofile", "worker_connections")
+    )
+    assert int(asked[0]) >= 2 * int(connections[0])
+
+
 def test_the_default_notice_is_that_of_routers_with_a_balancer_before_them() -> None:
     assert Balancer.model_validate({"routers": ROUTERS}).drain_notice_s == Profile(routers=2).drain_notice_s
 
