@@ -29,6 +29,9 @@ DEPLOY           := .venv-deploy/bin
 DEPLOY_INSTALLED := .venv-deploy/.installed
 DEPLOY_PINS      := tests/chart/tools.txt
 
+# What grafana-client speaks HTTP with takes the place of urllib3 for all other packages, unless it is built like this.
+KEEP_URLLIB3 := URLLIB3_NO_OVERRIDE=1 PIP_NO_BINARY=urllib3-future
+
 # torch stays outside of the lock: one version, but another file (and other dependencies) with and without CUDA.
 # On a machine without a GPU, torch's own CPU index saves gigabytes: set PIP_EXTRA_INDEX_URL to it.
 TORCH     := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
@@ -190,7 +193,7 @@ endef
 
 $(INSTALLED): requirements.lock pyproject.toml | $(BIN)/python
 	@echo '[2/4] Installing the packages of requirements.lock (a minute or two)'
-	@PYTHONUNBUFFERED=1 $(PIP) install --no-deps --require-hashes -r requirements.lock | $(call PROGRESS,requirements.lock,.venv)
+	@$(KEEP_URLLIB3) PYTHONUNBUFFERED=1 $(PIP) install --no-deps --require-hashes -r requirements.lock | $(call PROGRESS,requirements.lock,.venv)
 	@echo '[3/4] Installing $(TORCH)'
 	@$(PIP) install --quiet $(TORCH)
 	@echo '[4/4] Installing Forebay itself'
