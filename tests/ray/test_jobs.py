@@ -1,10 +1,12 @@
-"""What `ray job submit` starts: Forebay itself on a Ray cluster that runs, a batch on it, a load test of it."""
+"""What `ray job submit` starts: Forebay itself on a Ray cluster that runs, a batch on it, a load test of it. What is seen of the
+batch on the dashboards, and an alert that is delivered."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,15 @@ import httpx
 import psutil
 import pytest
 
+from cluster.config import DEFAULT_CLASSES
 from cluster.model import ModelFolder
 from deployments.checks import free_ports
+from ops.alerts.__main__ import RULES_FILE
+from tests.alertmanager import ALERTMANAGER, Webhook, alertmanager, webhook
+from tests.alerts.kit import ALERTS
+from tests.e2e.test_dashboards import queries
 from tests.line import until
+from tests.prometheus import PROMETHEUS, SCRAPE_INTERVAL_S, prometheus, query, query_range
 from tests.ray.conftest import Endpoint
 from tests.ray.streams import Reader, body, client_of
 
@@ -33,6 +41,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
+TELL_S = 30.0
+"""For scrapes, evaluations and messages."""
+NOT_HERE = {
+    "forebay-overview / Turned away at the door / A": "nobody is",
+    "forebay-batch / Until the queue is served / A": "a batch sends no more than is begun at once, so that nothing need wait",
+}
+"""Queries that may be empty, and why."""
+CLASSES = [
+    c.model_dump(mode="json") | {"first_token_slo_s": 5.0 if c.name == "interactive" else None} for c in DEFAULT_CLASSES
+]
 LINES = 360
 TTFT_MORE_S = 0.5
 """What a batch may cost people, with a replica killed meanwhile; without priorities they would wait for all that is in flight."""
@@ -150,7 +168,7 @@ def cluster(tiny_model: ModelFolder) -> Iterator[Cluster]:
             "served_name": "tiny-llama",
             "replicas": 2,
             "engine": {"blocks": 1024, "max_model_len": 1024, "slots": 16, "step_token_budget": 64},
-            "router": {"port": made.port},
+            "router": {"port": made.port, "classes": CLASSES},
         }
         made.profile.write_text(json.dumps(profile))
         yield made
@@ -214,9 +232,73 @@ async def interactive(url: str) -> AsyncIterator[Interactive]:
             await asyncio.wait([people.task])
 
 
+@dataclass
+class Watched:
+    """What an operator has beside the cluster: Prometheus with the rules, and somebody who is told of alerts."""
+
+    prometheus: str
+    hook: Webhook
+    began_s: float
+
+    async def shows(self, dashboards: set[str]) -> None:
+        """No query of a panel of theirs is empty, but for what did not happen, and not all of any is zero."""
+        over_s = time.time()
+        await until(lambda: query(self.prometheus, "min(timestamp(up))"), lambda at: float(at[0]["value"][1]) > over_s)
+        empty, moved = set[str](), set[str]()
+        for name, expression in queries(round(over_s - self.began_s)):
+            dashboard = name.partition(" / ")[0]
+            if dashboard in dashboards:
+                found = await query_range(self.prometheus, expression, self.began_s, time.time(), SCRAPE_INTERVAL_S)
+                values = [float(value) for series in found for _, value in series["values"]]
+                empty |= set() if any(map(math.isfinite, values)) else {name}
+                moved |= {dashboard} if any(value > 0 for value in values) else set()
+        assert empty <= NOT_HERE.keys()
+        assert moved == dashboards
+
+    async def tells(self, endpoint: Endpoint) -> None:
+        """That no replica takes work, once all are drained, and that it is over."""
+        alert = ALERTS["ForebayNoReplicaReady"]
+
+        def is_it(status: str) -> Callable[[dict[str, Any]], bool]:
+            return lambda told: (told["labels"]["alertname"], told["status"]) == (alert.name, status)
+
+        async with client_of(endpoint.url) as client:
+            names = list(endpoint.replicas())
+            for name in names:
+                (await client.put(f"/drain/{name}")).raise_for_status()
+            fired = await self.hook.heard(is_it("firing"), alert.for_s + TELL_S)
+            assert fired["annotations"]["runbook_url"] == f"ops/runbooks/{alert.name}.md"
+            for name in names:
+                (await client.delete(f"/drain/{name}")).raise_for_status()
+            await self.hook.heard(is_it("resolved"), TELL_S)
+
+
+@contextlib.asynccontextmanager
+async def watched(endpoint: Endpoint, folder: Path) -> AsyncIterator[Watched | None]:
+    """None where Prometheus or Alertmanager is not installed."""
+    if PROMETHEUS is None or ALERTMANAGER is None:
+        yield None
+        return
+    async with (
+        webhook() as hook,
+        alertmanager(hook, folder) as told,
+        prometheus([endpoint.url], folder, [RULES_FILE], told) as url,
+    ):
+        await until(lambda: query(url, "up == 1"), bool)
+        yield Watched(url, hook, time.time())
+
+
 async def test_a_batch_that_is_stopped_and_killed_and_loses_a_replica_is_answered_once_and_nobody_waits_for_it(
     cluster: Cluster, tmp_path: Path
 ) -> None:
+    async with watched(cluster.endpoint, tmp_path) as watch:
+        await batch_is_stopped_and_killed(cluster, tmp_path)
+        if watch is not None:
+            await watch.shows({"forebay-overview", "forebay-batch"})
+            await watch.tells(cluster.endpoint)
+
+
+async def batch_is_stopped_and_killed(cluster: Cluster, tmp_path: Path) -> None:
     into, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_batch(into, LINES)
     batch = ("deployments.jobs.batch", "--input", str(into), "--output", str(out))
