@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import http.client
 import logging
 import os
 import secrets
@@ -21,13 +21,13 @@ import signal
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import msgspec
 import psutil
 
 from cluster.model import ModelFolderError
@@ -40,6 +40,7 @@ _WATCH_S = 2.0
 _RAY_PROCESSES = frozenset({"raylet", "gcs_server"})
 """Without these nothing works; Serve starts everything else again by itself."""
 _CHILDREN_GRACE_S = 5.0
+_READY_MAX_BYTES = 1 << 20
 
 
 class InterruptedBySignalError(Exception):
@@ -373,10 +374,15 @@ def _same(pid: int, started: float) -> Iterator[psutil.Process]:
             yield process
 
 
+class _Ready(msgspec.Struct):
+    models: dict[str, bool]
+
+
 def takes_work(url: str) -> bool:
-    """Whether the router takes work of every model."""
+    """Whether the router takes work of every model. What answers otherwise than a router does not."""
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:  # noqa: S310 - our own http URL
-            return all(json.load(response)["models"].values())
-    except (urllib.error.URLError, OSError):
+            models = msgspec.json.decode(response.read(_READY_MAX_BYTES), type=_Ready).models
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
+    return bool(models) and all(models.values())

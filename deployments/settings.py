@@ -20,6 +20,7 @@ from pydantic import (
     PositiveInt,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -56,7 +57,9 @@ class UsageError(Exception):
 class Environment(BaseSettings):
     """Every environment variable that Forebay reads, with the prefix FOREBAY_."""
 
-    model_config = SettingsConfigDict(env_prefix="FOREBAY_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="FOREBAY_", frozen=True, extra="ignore", hide_input_in_errors=True
+    )  # what a variable holds may be a secret
 
     cache_dir: Path = Field(
         default_factory=lambda: default_cache(os.environ),
@@ -78,6 +81,15 @@ class Environment(BaseSettings):
     grafana_token: SecretStr | None = Field(
         None, description="A service account's token, which `forebay dashboards push` presents to Grafana."
     )
+
+    @field_validator("api_key", "grafana_token")
+    @classmethod
+    def _fits_a_header(cls, key: SecretStr | None) -> SecretStr | None:
+        """White space around it comes with files that end with a line; a variable that is blank names no key."""
+        told = "" if key is None else key.get_secret_value().strip()
+        if not all("!" <= character <= "~" for character in told):
+            raise ValueError("must be one word of printable ASCII characters, as a header has it")
+        return SecretStr(told) if told else None
 
     @property
     def pod_ref(self) -> PodRef | None:
@@ -105,7 +117,7 @@ def checked_environment() -> Environment:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = "_".join(str(part) for part in first["loc"]).upper()
-        raise UsageError(f"FOREBAY_{name}: {first['msg']}") from error
+        raise UsageError(f"FOREBAY_{name}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 class ModelConfig(Config):

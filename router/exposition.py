@@ -34,11 +34,7 @@ class ByModel(Collector):
             shown = Metric(first.name, first.documentation, first.type, first.unit)
             for model, family in zip(self._registries, families, strict=True):
                 assert family.name == shown.name, "another core has other families"
-                shown.samples += [
-                    s._replace(labels={MODEL_LABEL: model, **s.labels})
-                    for s in family.samples
-                    if not s.name.endswith(_CREATED)
-                ]
+                shown.samples += [s._replace(labels={MODEL_LABEL: model, **s.labels}) for s in family.samples]
             yield shown
 
 
@@ -55,6 +51,7 @@ async def page(registry: CollectorRegistry) -> bytes:
     loop goes on in between: it all takes milliseconds. Gauges are all of the moment when the first is taken."""
     parts: list[bytes] = []
     for family in registry.collect():
+        family.samples = [s for s in family.samples if not s.name.endswith(_CREATED)]
         parts.append(generate_latest(_One(family)))
         await asyncio.sleep(0)
     return b"".join(parts)

@@ -28,11 +28,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from cluster.clock import SystemClock
 from deployments.jobs import command
-from deployments.jobs.endpoint import Routers, ask_ray, find_urls
-from deployments.jobs.journal import Journal, JournalError
+from deployments.jobs.endpoint import Routers, find_routers, find_urls
+from deployments.jobs.journal import Journal, JournalError, check_regular
 from deployments.jobs.lines import Ask, error_line
 from deployments.jobs.pace import ClosedError, Gate, Pace
-from deployments.jobs.sender import Sender, SendSettings, Sent, refusal
+from deployments.jobs.sender import MODELS_PATH, UNREACHABLE_S, Sender, SendSettings, Sent, is_router, refusal
 from deployments.jobs.survey import StrangerError, Survey, Work, look_through, work_of
 from deployments.jobs.tally import Standing, Tally, duration, log_line, summary
 from deployments.open_files import allow_many_connections
@@ -46,6 +46,8 @@ _BAR_EVERY_S = 0.2
 _REACH_S = 60.0
 """How long a router that does not answer yet is waited for before anything is sent."""
 _REACH_PAUSE_S = 1.0
+_NOT_YET = frozenset({408, 429, 500, 502, 503, 504})
+"""From who may be a router, or stand before one that starts: waited for as long as later for one that has gone."""
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -127,6 +129,8 @@ def batch(
     )
     out = console(stderr=as_json)
     environment = checked_environment()
+    if not all("!" <= character <= "~" for character in priority_class) or not priority_class:
+        raise UsageError(f"--class: {priority_class!r} must be one word of printable ASCII characters")
     _check_paths(settings, out)
     with Journal(output, errors) as journal:
         survey, failed = _look(settings, journal, out)
@@ -138,7 +142,7 @@ def batch(
         began_s, code = time.monotonic(), 0
         if survey.lines_answered < survey.lines:
             urls, found = find_urls(url, environment)
-            routers = Routers(urls, ask_ray if found else None, SystemClock())
+            routers = Routers(urls, find_routers if found else None, SystemClock())
             job = Job(settings, journal, survey, tally, routers, environment, out)
             try:
                 code = asyncio.run(job.run())
@@ -178,6 +182,7 @@ def _check_paths(settings: BatchSettings, out: Console) -> None:
             continue
         if (other := places.setdefault(path.resolve(), option)) != option:
             raise UsageError(f"{option}: {path} is {other} too; name another file")
+    check_regular(settings.input, "--input")
     try:
         with settings.input.open("rb"):
             pass
@@ -210,7 +215,7 @@ def _look(settings: BatchSettings, journal: Journal, out: Console) -> tuple[Surv
     try:
         return look_through(settings.input, answers, show), failed
     except StrangerError as error:
-        answer = journal.answer(error.place)
+        answer = journal.answer(error.name)
         raise UsageError(
             f"{settings.input} is not what {settings.output} answers: the line that {answer.id} answers "
             f"(custom_id {answer.custom_id!r}) was changed or taken out; give --output another file, or the old input"
@@ -287,24 +292,37 @@ class Job:
             line.cancel()
 
     async def _reach(self, client: httpx.AsyncClient) -> None:
-        """Wait until a router answers. Raises UsageError where none does, or not to this key."""
-        end_s = self._clock.monotonic() + _REACH_S
+        """Wait until a router answers.
+
+        Raises:
+            ClosedError: the job was stopped first.
+            UsageError: none does, or not to this key, or what answers is none.
+        """
+        began_s = self._clock.monotonic()
         while True:
             url = self._routers.next()
             try:
-                answer = await client.get(f"{url}/v1/models", headers=self._credentials)
+                answer = await client.get(url + MODELS_PATH, headers=self._credentials)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 self._routers.unreachable(url)
-                if self._clock.monotonic() >= end_s or isinstance(error, httpx.InvalidURL):
-                    raise UsageError(f"no answer from {url}: {str(error) or type(error).__name__}") from error
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._gate.closed.wait(), _REACH_PAUSE_S)
-                if self._gate.closed.is_set():
-                    raise ClosedError from error
-                continue
-            if (why := refusal(url, answer)) is not None:
+                why, wait_s = f"no answer from {url}: {str(error) or type(error).__name__}", _REACH_S
+                if isinstance(error, httpx.InvalidURL):
+                    raise UsageError(why) from error
+            else:
+                if is_router(answer):
+                    return
+                status = answer.status_code
+                why = (
+                    refusal(url, answer)
+                    or f"{url} is no router: {url}{MODELS_PATH} answers {status} and no list of models"
+                )
+                wait_s = UNREACHABLE_S if status in _NOT_YET else 0.0
+            if self._clock.monotonic() - began_s >= wait_s:
                 raise UsageError(why)
-            return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gate.closed.wait(), _REACH_PAUSE_S)
+            if self._gate.closed.is_set():
+                raise ClosedError
 
     async def _answer_all(self, sender: Sender) -> None:
         async with asyncio.TaskGroup() as group:
@@ -327,12 +345,19 @@ class Job:
                 sent = await sender.answer(work.name, work.what)
             else:
                 sent = Sent(error_line(work.name, work.what), failed=True, output_tokens=0)
-            await self._journal.add(sent.line, failed=sent.failed)
-            self._tally.add(failed=sent.failed, output_tokens=sent.output_tokens)
+            keeping = asyncio.create_task(self._keep(sent), name="answer")
+            try:
+                await asyncio.shield(keeping)
+            finally:
+                await keeping  # also where the line is given up just now: what is written is counted
         except ClosedError:
             pass  # the next run does it
         finally:
             self._gate.end()
+
+    async def _keep(self, sent: Sent) -> None:
+        await self._journal.add(sent.line, failed=sent.failed)
+        self._tally.add(failed=sent.failed, output_tokens=sent.output_tokens)
 
     async def _show(self) -> None:
         """Until it is cancelled: a bar on a terminal, a line now and then in a log."""

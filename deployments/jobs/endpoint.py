@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import httpx
 
 from cluster.ports import Clock
 from deployments.settings import Environment, UsageError
@@ -30,6 +31,7 @@ _FIND_AGAIN_S = 15.0
 _AVOID_S = 5.0
 _ASK_AGAIN_S = 0.2
 _HOW = "give --url, or set FOREBAY_URL"
+_COMMAND = (sys.executable, "-m", "deployments.jobs.endpoint")
 
 
 def find_urls(given: str | None, environment: Environment) -> tuple[tuple[str, ...], bool]:
@@ -40,32 +42,60 @@ def find_urls(given: str | None, environment: Environment) -> tuple[tuple[str, .
         UsageError: an address is none, or nothing was found.
     """
     if url := given or environment.url:
-        if not url.startswith(("http://", "https://")):
-            raise UsageError(f"{'--url' if given else 'FOREBAY_URL'}: {url!r} must begin with http:// or https://")
-        return (url.rstrip("/").removesuffix("/v1"),), False
+        return (_checked(url.strip(), "--url" if given else "FOREBAY_URL"),), False
     return ask_ray(), True
 
 
-def ask_ray() -> tuple[str, ...]:
-    """Of all routers that Serve keeps. Raises UsageError where there are none."""
-    command = [sys.executable, "-m", "deployments.jobs.endpoint"]
+def _checked(url: str, option: str) -> str:
+    """The address as paths are put behind it. Raises UsageError, in which no password of it is said."""
+    shown = "what is given" if "@" in url else repr(url)
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{option}: {shown} must begin with http:// or https://")
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_FIND_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise UsageError(f"{option}: {shown} is no address") from error
+    if parsed.userinfo:
+        raise UsageError(f"{option}: leave out what stands before the @; FOREBAY_API_KEY is the key")
+    if not parsed.host or parsed.query or parsed.fragment or any(map(str.isspace, url)):
+        raise UsageError(f"{option}: {shown} must be a host, and at most a port and a path: http://HOST:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def ask_ray() -> tuple[str, ...]:
+    """As `find_routers`, where no loop runs."""
+    return asyncio.run(find_routers())
+
+
+async def find_routers() -> tuple[str, ...]:
+    """Of all routers that Serve keeps. Raises UsageError where there are none. Cancelled, it leaves no process behind."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*_COMMAND, stdout=pipe, stderr=pipe)
+    try:
+        async with asyncio.timeout(_FIND_TIMEOUT_S):
+            out, err = await process.communicate()
+    except TimeoutError as error:
         raise UsageError(
             f"the Ray cluster did not say within {_FIND_TIMEOUT_S:g} s where routers are; {_HOW}"
         ) from error
-    if told.returncode:
-        lines = told.stderr.strip().splitlines()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = err.decode(errors="replace").strip().splitlines()
         raise UsageError(f"no router found through Ray ({lines[-1] if lines else 'it said nothing'}); {_HOW}")
-    return tuple(json.loads(told.stdout.splitlines()[-1]))
+    try:
+        return tuple(json.loads(out.splitlines()[-1]))
+    except (ValueError, IndexError) as error:
+        raise UsageError(f"no router found through Ray (its answer cannot be read); {_HOW}") from error
 
 
 class Routers:
     """Those that are asked, in turn."""
 
-    def __init__(self, urls: Sequence[str], find: Callable[[], Sequence[str]] | None, clock: Clock) -> None:
-        """`find` finds them anew, in a thread, and raises UsageError; None where they stay where they are."""
+    def __init__(self, urls: Sequence[str], find: Callable[[], Awaitable[Sequence[str]]] | None, clock: Clock) -> None:
+        """`find` finds them anew, and raises UsageError; None where they stay where they are."""
         self._urls = list(urls)
         self._find = find
         self._clock = clock
@@ -91,15 +121,16 @@ class Routers:
         return any(self._avoided.get(other, 0.0) <= now_s for other in self._urls)
 
     async def close(self) -> None:
+        """Who is looked for is not looked for any more."""
         if self._finding is not None:
             self._finding.cancel()
             await asyncio.wait([self._finding])
 
-    async def _look(self, find: Callable[[], Sequence[str]]) -> None:
+    async def _look(self, find: Callable[[], Awaitable[Sequence[str]]]) -> None:
         try:
-            # Serve may be starting too.
-            with contextlib.suppress(UsageError):
-                if urls := await asyncio.to_thread(find):
+            # Serve may be starting too, and this machine may be short of processes.
+            with contextlib.suppress(UsageError, OSError):
+                if urls := await find():
                     self._urls, self._avoided, self._turn = list(urls), {}, 0
         finally:
             self._found_s, self._finding = self._clock.monotonic(), None

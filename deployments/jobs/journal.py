@@ -2,7 +2,8 @@
 
 Owns: the output and the file of failed lines, their lock, what is read of them, and that a line is on the disk before it
 counts. Imports the lines' forms. Invariants: one job at a time has these files; only whole lines are ever read or added to
-(a torn last one is cut off, and its line done again); after a write that failed nothing more is written.
+(a torn last one is cut off, and its line done again); a file that is not such a job's is left as it is; after a write that
+failed nothing more is written.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from deployments.jobs.lines import Answered, read_answer
+from deployments.jobs.lines import FORM_BYTES, Answered, may_begin_answer, read_answer
 from deployments.jobs.survey import Names, names_of
 from deployments.settings import UsageError
 
@@ -29,7 +33,7 @@ class JournalError(Exception):
 
 
 class AnswerFile:
-    """One file of answers, held by this process alone until it is closed.
+    """One file of answers, held by this process alone until it is closed. `read` comes before the first `append`.
 
     Raises:
         UsageError: it cannot be opened, or another job has it.
@@ -37,13 +41,13 @@ class AnswerFile:
 
     def __init__(self, path: Path, option: str) -> None:
         self.path = path
+        check_regular(path, option)
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UsageError(f"{option}: {path} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._cut_torn_line()
             _sync_folder(path.parent)
         except BlockingIOError as error:
             os.close(self._fd)
@@ -57,17 +61,27 @@ class AnswerFile:
         os.close(self._fd)
 
     def read(self) -> Iterator[Answered]:
-        """Its lines. Raises UsageError where one is no answer of a batch."""
+        """Its whole lines; a torn one after them is cut off in the end.
+
+        Raises:
+            UsageError: one is no answer of a batch, or what stands after them does not begin like one.
+        """
+        size, whole, number = os.fstat(self._fd).st_size, self._whole_bytes(), 0
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            while file.tell() < whole:
+                number += 1
                 try:
-                    answer = read_answer(line)
+                    answer = read_answer(file.readline())
                     _ = answer.name
-                except (msgspec.MsgspecError, ValueError) as error:
-                    raise UsageError(
-                        f"{self.path}: line {number} is no answer of a batch job; name another file, or move this away"
-                    ) from error
+                except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                    raise self._foreign(number) from error
                 yield answer
+        if whole == size:
+            return
+        if not may_begin_answer(os.pread(self._fd, FORM_BYTES, whole)):
+            raise self._foreign(number + 1)
+        os.ftruncate(self._fd, whole)
+        os.fsync(self._fd)
 
     def append(self, lines: bytes) -> None:
         """Whole lines; returns when they are on the disk. Raises OSError."""
@@ -76,19 +90,21 @@ class AnswerFile:
             rest = rest[os.write(self._fd, rest) :]
         os.fsync(self._fd)
 
-    def _cut_torn_line(self) -> None:
-        size = os.fstat(self._fd).st_size
-        end = size
+    def _whole_bytes(self) -> int:
+        """Up to the end of the last whole line."""
+        end = os.fstat(self._fd).st_size
         while end > 0:
             begin = max(0, end - _BACK_BYTES)
             found = os.pread(self._fd, end - begin, begin).rfind(b"\n")
             if found >= 0:
-                end = begin + found + 1
-                break
+                return begin + found + 1
             end = begin
-        if end != size:
-            os.ftruncate(self._fd, end)
-            os.fsync(self._fd)
+        return 0
+
+    def _foreign(self, number: int) -> UsageError:
+        return UsageError(
+            f"{self.path}: line {number} is no answer of a batch job; name another file, or move this away"
+        )
 
 
 class Journal:
@@ -122,20 +138,23 @@ class Journal:
         return file
 
     def read(self) -> tuple[Names, int]:
-        """[m], the names of all answers, and how many of them failed. Raises UsageError where a line is none."""
-        names, failed = bytearray(), 0
-        for answer in self._all():
-            names += answer.name
-            failed += answer.failed
-        return names_of(names), failed
+        """[m], the names of all answers, and how many of them failed; to be called once, before anything is added. An answer
+        in the file of failed lines does not count where the output has one to the same line: a run without that file gave it.
 
-    def answer(self, place: int) -> Answered:
-        """One of them, as `read` counts them, from 0."""
-        return next(answer for number, answer in enumerate(self._all()) if number == place)
+        Raises:
+            UsageError: a line is no answer.
+        """
+        names, failed = _names_and_failed(self._output)
+        if self._errors is not self._output:
+            more, more_failed = _names_and_failed(self._errors)
+            counts = ~np.isin(more, names)
+            names = np.concatenate((names, more[counts]))
+            failed = np.concatenate((failed, more_failed[counts]))
+        return names, int(np.count_nonzero(failed))
 
-    def _all(self) -> Iterator[Answered]:
-        for file in self._files:
-            yield from file.read()
+    def answer(self, name: bytes) -> Answered:
+        """The first of that name, which `read` has told."""
+        return next(answer for file in self._files for answer in file.read() if answer.name == name)
 
     async def add(self, line: bytes, *, failed: bool) -> None:
         """Returns when the line is on the disk. Lines that come while others are written go together: one wait for the
@@ -184,6 +203,23 @@ class Journal:
                 else:
                     written.set_exception(JournalError(self._broken))
                     written.exception()  # who was cancelled meanwhile does not ask
+
+
+def check_regular(path: Path, option: str) -> None:
+    """Raises UsageError where something else than a file is there: a pipe is waited for as it is opened, and a device may do
+    anything. What is not there, or may not be looked at, is told by who opens it."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"{option}: {path} is no regular file; name one")
+
+
+def _names_and_failed(file: AnswerFile) -> tuple[Names, npt.NDArray[np.bool_]]:
+    """[m] and [m], of its answers."""
+    names, failed = bytearray(), bytearray()
+    for answer in file.read():
+        names += answer.name
+        failed.append(answer.failed)
+    return names_of(names), np.frombuffer(failed, dtype=np.bool_)
 
 
 def _sync_folder(folder: Path) -> None:

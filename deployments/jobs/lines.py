@@ -6,12 +6,14 @@
 Owns: both forms, and the name of an answer, `id`: it follows from the line that is answered and nothing else, so that what
 has been answered is known from the answers. Imports nothing of ours. Pure.
 
-Invariants: every line has exactly one name, and two lines of a file never have the same: the second of a custom_id, and
-one without, are named by their place too. A line of an answer is one line.
+Invariants: every line has exactly one name, and two lines of a file never have the same: of lines with one content the
+later ones are named by how many stand before them too. Where else a line stands does not matter. A line of an answer is one
+line.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,10 @@ LINE_MAX_BYTES = 32 * 2**20
 """A longer one is answered with an error, unread: no body so large is taken anywhere."""
 NAME_BYTES = 16
 _NAME = "batch_req_"
+_DIGIT = b"?"
+_FORM = b'{"id":"' + _NAME.encode() + _DIGIT * (2 * NAME_BYTES) + b'","custom_id":'
+FORM_BYTES = len(_FORM)
+"""Of the beginning that all answers have alike, but for the digits of their names."""
 _MESSAGE_CHARS = 2_000
 
 
@@ -124,6 +130,8 @@ def lines_of(path: Path) -> Iterator[Line]:
         number = 0
         while piece := file.readline(LINE_MAX_BYTES + 1):
             number += 1
+            if number == 1:
+                piece = piece.removeprefix(codecs.BOM_UTF8)  # editors put it there, and JSON has none
             text = piece.strip()
             whole = len(piece) <= LINE_MAX_BYTES or piece.endswith(b"\n")
             if whole and not text:
@@ -148,13 +156,13 @@ def custom_id_of(line: Line) -> str | None:
         return None
 
 
-def place_name(hashed: bytes, place: int) -> bytes:
-    """Of a line that its content does not name: the `place`-th of its file, from 0."""
-    return xxhash.xxh3_128(hashed + place.to_bytes(8, "big")).digest()
+def name_of(hashed: bytes, before: int) -> bytes:
+    """Of a line that has `before` lines of the same content before it."""
+    return xxhash.xxh3_128(hashed + before.to_bytes(8, "big")).digest() if before else hashed
 
 
 def parse(line: Line, *, again: bool) -> Ask | LineError:
-    """What the line asks, or why it is not sent. `again`: an earlier line has its custom_id."""
+    """What the line asks, or why it is not sent. `again`: another line has its custom_id."""
     if not line.whole:
         return LineError("line_too_large", f"Line {line.number} is longer than {LINE_MAX_BYTES} bytes.")
     try:
@@ -166,7 +174,7 @@ def parse(line: Line, *, again: bool) -> Ask | LineError:
         message = f"Line {line.number} has no custom_id, a string of one character at least."
         return LineError("missing_required_parameter", message)
     if again:
-        message = f"Line {line.number}: an earlier line has the custom_id {custom_id!r} already."
+        message = f"Line {line.number}: another line has the custom_id {custom_id!r} already."
         return LineError("duplicate_custom_id", message, custom_id)
     method, url, body = (members.get(name, msgspec.Raw(b"null")) for name in ("method", "url", "body"))
     if bytes(method) != b'"POST"':
@@ -180,7 +188,7 @@ def parse(line: Line, *, again: bool) -> Ask | LineError:
     except _UNREADABLE:
         message = f"Line {line.number}: body must be the JSON object of a request."
         return LineError("missing_required_parameter", message, custom_id)
-    if flags.stream is True:
+    if flags.stream is not None and flags.stream is not False:
         message = f"Line {line.number}: an answer in a batch is never a stream; leave out body.stream."
         return LineError("invalid_request", message, custom_id)
     return Ask(custom_id, path, bytes(body))
@@ -207,6 +215,24 @@ def error_line(name: bytes, error: LineError) -> bytes:
 
 def id_of(name: bytes) -> str:
     return _NAME + name.hex()
+
+
+def may_begin_answer(content: bytes) -> bool:
+    """Whether an answer that was cut off anywhere may begin like that. Of what is longer than FORM_BYTES only those count."""
+    return all(
+        had == wanted or (wanted == _DIGIT[0] and had in b"0123456789abcdef")
+        for had, wanted in zip(content, _FORM, strict=False)
+    )
+
+
+def is_object(content: bytes) -> bool:
+    """Whether it is a JSON object, whole."""
+    try:
+        content.decode()
+        _members.decode(content)
+    except _UNREADABLE:
+        return False
+    return True
 
 
 def _one_line(content: bytes) -> bytes:

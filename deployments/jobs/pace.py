@@ -2,7 +2,7 @@
 
 Owns: that decision, pure, and the gate that keeps to it. Imports nothing of ours. Invariants: the limit stays within its
 bounds; it grows only while it is used up; of requests that went out together only the first that is refused halves it; while
-a refusal's time runs nothing is sent.
+a refusal's time runs nothing is sent, and no refusal is without one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from cluster.ports import Clock
 
 _PAUSE_MAX_S = 60.0
 """Router's Retry-After is never longer; what stands before it may say anything."""
+_PAUSE_LEAST_S = 0.5
+"""Where less is said, and twice that with each wave of refusals in which nothing was accepted: not a busy loop."""
+_DOUBLED_MAX = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,9 @@ class Pace:
     fast_to: float = float("inf")
     """Up to here it doubles: half of what it was as refusals began."""
     accepted_since: bool = True
-    """Whether anything was, since it was halved last: refusals without are one wave of them."""
+    """Whether anything was, since it was halved last: refusals without do not say again where it is fast."""
+    waves: int = 0
+    """Halved so often one after another, nothing accepted between."""
     halved_s: float = float("-inf")
     paused_until_s: float = float("-inf")
 
@@ -40,14 +45,24 @@ class Pace:
         more = 1.0 if self.limit < self.fast_to else 1.0 / self.limit
         return replace(self, limit=min(float(self.limit_max), self.limit + more), accepted_since=True)
 
-    def refused(self, sent_s: float, now_s: float, pause_s: float) -> Pace:
-        """One that was sent at `sent_s` is not wanted for `pause_s`."""
-        until_s = max(self.paused_until_s, now_s + min(max(pause_s, 0.0), _PAUSE_MAX_S))
-        if sent_s <= self.halved_s:
-            return replace(self, paused_until_s=until_s)
+    def refused(self, sent_s: float, now_s: float, pause_s: float, chance: float) -> Pace:
+        """One that was sent at `sent_s` is not wanted for `pause_s`. `chance`, in [0, 1), spreads jobs that are told too
+        little of it."""
+        if sent_s <= self.halved_s:  # one of a wave that is known
+            return replace(self, paused_until_s=max(self.paused_until_s, now_s + min(pause_s, _PAUSE_MAX_S)))
+        waves = 0 if self.accepted_since else self.waves + 1
+        if pause_s < _PAUSE_LEAST_S:
+            pause_s = _PAUSE_LEAST_S * 2 ** min(waves, _DOUBLED_MAX) * (1.0 + chance)
         half = max(1.0, self.limit / 2)
-        fast_to = half if self.accepted_since else self.fast_to
-        return replace(self, limit=half, fast_to=fast_to, accepted_since=False, halved_s=now_s, paused_until_s=until_s)
+        return replace(
+            self,
+            limit=half,
+            fast_to=half if self.accepted_since else self.fast_to,
+            accepted_since=False,
+            waves=waves,
+            halved_s=now_s,
+            paused_until_s=max(self.paused_until_s, now_s + min(pause_s, _PAUSE_MAX_S)),
+        )
 
 
 class ClosedError(Exception):

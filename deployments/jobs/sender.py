@@ -2,7 +2,8 @@
 
 Owns: what an answer of the router means for its line (`judge`, pure), and the tries of one line. Imports the gate, the
 routers and the lines' forms. Invariants: a line that the router refuses for now is sent again when the router said, at the
-cost of no try; one that broke has TRIES of them; all ends with the window. A line has one request at a time, named by its
+cost of no try; one that broke has TRIES of them, and none of these is spent while no router answers anything; all ends with
+the window. What is no JSON object is no answer, whatever its status. A line has one request at a time, named by its
 answer's id, and none outlives this process: the router gives up what its client has left.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -20,7 +22,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_result, wait_random
 
 from cluster.ports import Clock
 from deployments.jobs.endpoint import Routers
-from deployments.jobs.lines import Ask, LineError, answer_line, error_line, id_of, is_success
+from deployments.jobs.lines import Ask, LineError, answer_line, error_line, id_of, is_object, is_success
 from deployments.jobs.pace import Gate, Pace
 from deployments.settings import UsageError
 
@@ -32,7 +34,12 @@ _PAUSE_S = 1.0
 _LATE_S = 30.0
 """An answer that is to end after its own time is waited for a little longer: the router's word is the better one."""
 _CONNECT_S = 10.0
+_ASK_S = 10.0
+"""Whether a router is there at all."""
+_BALANCERS = (502, 503, 504)
+"""A balancer says so too, whose routers may all be gone."""
 _MESSAGE_CHARS = 300
+MODELS_PATH = "/v1/models"
 _CLASS_HEADER = "x-llm-d-inference-objective"
 
 
@@ -92,8 +99,14 @@ class _ErrorBody(msgspec.Struct):
     error: _ErrorMessage = msgspec.field(default_factory=_ErrorMessage)
 
 
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+_UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 _body = msgspec.json.Decoder(_Body).decode
 _error = msgspec.json.Decoder(_ErrorBody).decode
+_models = msgspec.json.Decoder(_Models).decode
 
 
 def judge(status: int, headers: Mapping[str, str]) -> tuple[Fate, float]:
@@ -104,7 +117,7 @@ def judge(status: int, headers: Mapping[str, str]) -> tuple[Fate, float]:
     # With a time 504 means that it waited its longest in the queue: there is no room.
     if status in (429, 503) or (status == 504 and told_s is not None):
         return Fate.REFUSED, _PAUSE_S if told_s is None else told_s
-    return (Fate.BROKEN if status in (408, 500, 502, 504) else Fate.FINAL), 0.0
+    return (Fate.BROKEN if status in (408, 500, 502, 504) or 300 <= status < 400 else Fate.FINAL), 0.0
 
 
 def _seconds(retry_after: str | None) -> float | None:
@@ -130,6 +143,7 @@ class Sender:
         self._routers = routers
         self._gate = gate
         self._settings = settings
+        self._credentials = credentials
         self._headers = {
             **credentials,
             "content-type": "application/json",
@@ -139,6 +153,12 @@ class Sender:
         self._timeout = httpx.Timeout(settings.timeout_s + _LATE_S, connect=_CONNECT_S)
         self._clock = clock
         self._heard_s = clock.monotonic()
+        """Of a router, at last."""
+        self._silent_s = float("-inf")
+        """When one was last asked whether it is there, and was not."""
+        self._silent_since_s: float | None = None
+        """None while they answer."""
+        self._asking = asyncio.Lock()
         self._backoff = wait_random_exponential(multiplier=1, max=30)
 
     async def answer(self, name: bytes, ask: Ask) -> Sent:
@@ -182,11 +202,11 @@ class Sender:
             case Fate.FINAL:
                 return pace.accepted(self._gate.in_flight)
             case Fate.REFUSED:
-                return pace.refused(sent_s, self._clock.monotonic(), trial.pause_s)
+                return pace.refused(sent_s, self._clock.monotonic(), trial.pause_s, random.random())
         return pace
 
     async def _request(self, name: bytes, ask: Ask) -> Trial:
-        url = self._routers.next()
+        url, sent_s = self._routers.next(), self._clock.monotonic()
         try:
             response = await self._client.post(
                 url + ask.url,
@@ -195,26 +215,64 @@ class Sender:
                 timeout=self._timeout,
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            return self._unreachable(url, error)
+            return self._unreachable(url, _reason(error))
         except httpx.TimeoutException:
-            message = f"No answer within {self._settings.timeout_s:g} s, {TRIES} times."
-            return Trial(Fate.BROKEN, error=LineError("request_timeout", message, ask.custom_id))
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            message = f"The connection to the router broke {TRIES} times: {_reason(error)}"
-            return Trial(Fate.BROKEN, error=LineError("connection_error", message, ask.custom_id))
-        self._heard_s = self._clock.monotonic()
-        if (why := refusal(url, response)) is not None:
-            raise UsageError(why)
-        fate, pause_s = judge(response.status_code, response.headers)
-        return Trial(fate, response, pause_s=pause_s)
-
-    def _unreachable(self, url: str, error: Exception) -> Trial:
-        elsewhere = self._routers.unreachable(url)
-        for_s = self._clock.monotonic() - self._heard_s
-        if for_s >= self._settings.unreachable_s:
-            raise UsageError(
-                f"no answer from {url} for {for_s:.0f} s ({_reason(error)}); submit the job again when it runs"
+            why = f"No answer within {self._settings.timeout_s:g} s"
+            return await self._broken(
+                url, sent_s, why, LineError("request_timeout", f"{why}, {TRIES} times.", ask.custom_id)
             )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = _reason(error)
+            message = f"The connection to the router broke {TRIES} times: {why}"
+            return await self._broken(url, sent_s, why, LineError("connection_error", message, ask.custom_id))
+        if (why_not := refusal(url, response)) is not None:
+            raise UsageError(why_not)
+        status, whole = response.status_code, is_object(response.content)
+        if whole and status not in _BALANCERS:
+            self._hear()
+        fate, pause_s = judge(status, response.headers)
+        if fate is Fate.REFUSED or (fate is Fate.FINAL and whole):
+            return Trial(fate, response, pause_s=pause_s)
+        if not is_success(status):
+            return await self._broken(url, sent_s, f"status {status}", response)
+        why = f"status {status} without a JSON object"
+        message = f"Answered {TRIES} times with {why}, as no router does."
+        return await self._broken(url, sent_s, why, LineError("invalid_response", message, ask.custom_id))
+
+    async def _broken(self, url: str, sent_s: float, why: str, what: httpx.Response | LineError) -> Trial:
+        """A try, or none: while no router answers anything it is not the line that breaks."""
+        if not await self._answers(url, sent_s):
+            return self._unreachable(url, why)
+        if isinstance(what, LineError):
+            return Trial(Fate.BROKEN, error=what)
+        return Trial(Fate.BROKEN, what)
+
+    async def _answers(self, url: str, sent_s: float) -> bool:
+        """Whether a router has answered anything since `sent_s`. Where none has, one is asked: for all that broke till then."""
+        broke_s = self._clock.monotonic()
+        async with self._asking:
+            if self._heard_s < sent_s and self._silent_s < broke_s:
+                there = False
+                with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+                    asked = await self._client.get(url + MODELS_PATH, headers=self._credentials, timeout=_ASK_S)
+                    there = is_router(asked)
+                if there:
+                    self._hear()
+                else:
+                    self._silent_s = self._clock.monotonic()
+            return self._heard_s >= sent_s
+
+    def _hear(self) -> None:
+        self._heard_s, self._silent_since_s = self._clock.monotonic(), None
+
+    def _unreachable(self, url: str, why: str) -> Trial:
+        elsewhere = self._routers.unreachable(url)
+        now_s = self._clock.monotonic()
+        if self._silent_since_s is None:
+            self._silent_since_s = now_s
+        for_s = now_s - self._silent_since_s
+        if not elsewhere and for_s >= self._settings.unreachable_s:
+            raise UsageError(f"no answer from {url} for {for_s:.0f} s ({why}); submit the job again when it runs")
         return Trial(Fate.ELSEWHERE) if elsewhere else Trial(Fate.REFUSED, pause_s=_PAUSE_S)
 
     async def _sleep(self, seconds: float) -> None:
@@ -252,7 +310,7 @@ def refusal(url: str, response: httpx.Response) -> str | None:
         return None
     try:
         error = _error(response.content).error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
         error = _ErrorMessage()
     if status == httpx.codes.BAD_REQUEST and error.param != _CLASS_HEADER:
         return None
@@ -260,11 +318,22 @@ def refusal(url: str, response: httpx.Response) -> str | None:
     return f"{url} answers {status}: {said} Set FOREBAY_API_KEY to a key that may send this, or name another --class"
 
 
+def is_router(response: httpx.Response) -> bool:
+    """Whether what MODELS_PATH was answered with is a router's list of models."""
+    if response.status_code != httpx.codes.OK:
+        return False
+    try:
+        _models(response.content)
+    except _UNREADABLE:
+        return False
+    return True
+
+
 def _told(content: bytes) -> _Body:
     """Nothing of what is no answer of a router."""
     try:
         return _body(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
         return _Body()
 
 

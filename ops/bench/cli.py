@@ -13,6 +13,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from ops.endpoint import read_environment
+
 app = typer.Typer(
     help="Measure a running server, or a part of one.",
     no_args_is_help=True,
@@ -106,7 +108,6 @@ def replay(
     from ops.bench.schedule import SERVICE_TIERS, parse_classes, parse_scale, plan
     from ops.bench.stats import parse_slos
     from ops.bench.trace import read_trace
-    from ops.endpoint import read_environment
     from ops.errors import CommandError
     from ops.report import check_writable, console, print_table, write_json
 
@@ -202,7 +203,6 @@ def step(
     from cluster.engine.torch.build import build_embedded_engine, prepare_process
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment
     from ops.bench.step import StepSettings, TimedEngine, build_report, measure
     from ops.errors import CommandError
     from ops.report import check_writable, console, counting_bar, print_rows, write_json
@@ -214,7 +214,7 @@ def step(
     config = EngineConfig(slots=streams, step_token_budget=streams, dtype=DType(dtype), max_model_len=1024)
     prepare_process()
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
         engine = TimedEngine(build_embedded_engine(folder, config, SystemClock()), streams)
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
@@ -267,7 +267,7 @@ def fidelity(
     from cluster.config import DType
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment, Profile
+    from deployments.settings import Profile
     from ops.bench.fidelity import TOLERATED_PCT, FidelitySettings, compare, table_cells
     from ops.bench.schedule import DEFAULT_SERVICE_CLASSES, parse_scale
     from ops.bench.trace import read_trace
@@ -281,7 +281,7 @@ def fidelity(
     scale = parse_scale(token_scale, "--token-scale")
     requests = read_trace(trace).requests[skip:]
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
     engine = {
@@ -343,7 +343,6 @@ def scheduler(
     from cluster.engine.torch.build import build_engine, prepare_process
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment
     from ops.bench.scheduler import SchedulerSettings, build_report, time_plans, time_steps, waiting_request_bytes
     from ops.errors import CommandError
     from ops.report import check_writable, console, counting_bar, print_rows, write_json
@@ -363,7 +362,7 @@ def scheduler(
     wide = batch.model_copy(update={"slots": settings.running, "step_token_budget": 2 * settings.running})
     prepare_process()
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
         engine = build_engine(folder, batch)
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
@@ -460,7 +459,6 @@ def batching(
     from cluster.config import DType
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment
     from ops.errors import CommandError
     from ops.report import check_writable, console, write_json
 
@@ -479,7 +477,7 @@ def batching(
         folder = None
         if only != "modelled":
             prepare_process()
-            folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+            folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
         settings = BatchingSettings(seed, quick, only != "embedded", folder, DType(dtype), chart)
         report = run(settings, console(), console(stderr=True))
     except ModelFolderError as error:
@@ -505,7 +503,6 @@ def prefix(
     from cluster.engine.torch.build import build_engine, prepare_process
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment
     from ops.bench.prefix import PrefixSettings, build_report, measure
     from ops.errors import CommandError
     from ops.report import check_writable, console, counting_bar, print_rows, write_json
@@ -519,7 +516,7 @@ def prefix(
         raise CommandError(f"--prompt-tokens: at most {config.max_model_len - 1}, which leaves room for a token")
     prepare_process()
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
         engine = build_engine(folder, config)
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
@@ -587,7 +584,6 @@ def migrate(
     from cluster.engine.torch.build import build_engine, prepare_process
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment
     from ops.bench.migrate import MigrateSettings, Source, build_report, measure, target_process
     from ops.errors import CommandError
     from ops.report import check_writable, console, counting_bar, print_rows, write_json
@@ -602,7 +598,7 @@ def migrate(
     errors = console(stderr=True)
     prepare_process()
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
         runner = EngineRunner(build_engine(folder, config), SystemClock())
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
@@ -656,7 +652,6 @@ def engine(
     from cluster.config import DType
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment
     from ops.bench.engine import EnginePlan, parse_against, parse_concurrencies
     from ops.bench.engine_run import EngineBench, run
     from ops.errors import CommandError
@@ -668,7 +663,7 @@ def engine(
     plan = EnginePlan(parse_concurrencies(concurrency), 1 if quick else rounds, quick)
     peers = parse_against(against)
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
     report = run(EngineBench(folder, DType(dtype), peers, plan, seed, profile), console(), console(stderr=True))
@@ -703,7 +698,6 @@ def router(
     """
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment
     from ops.bench.router import parse_against, parse_streams, plan
     from ops.bench.router_run import RouterBench, run
     from ops.errors import CommandError
@@ -712,7 +706,7 @@ def router(
     check_writable(json_file)
     peers, planned = parse_against(against), plan(parse_streams(streams), rounds, quick)
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
     report = run(RouterBench(folder, peers, planned, seed), console(), console(stderr=True))
@@ -743,7 +737,6 @@ def vllm(
     from cluster.engine.vllm.version import VllmVersionError, check_version
     from cluster.model import ModelFolder, ModelFolderError
     from cluster.smollm2 import ensure_smollm2
-    from deployments.settings import Environment
     from ops.errors import CommandError
     from ops.report import check_writable, console, write_json
 
@@ -760,7 +753,7 @@ def vllm(
     from ops.bench.vllm_run import VllmBench, run
 
     try:
-        folder = ModelFolder.open(model or ensure_smollm2(Environment().models_dir))
+        folder = ModelFolder.open(model or ensure_smollm2(read_environment().models_dir))
     except ModelFolderError as error:
         raise CommandError(str(error)) from error
     report = run(VllmBench(folder, DType(dtype), VllmPlan(rounds, quick), seed), console(), console(stderr=True))

@@ -1,6 +1,6 @@
 """Urgent work starts at once, and what it displaced is not lost: see it on a running Forebay.
 
-    python -m ops.examples.priority            # against http://127.0.0.1:8000
+    python -m ops.examples.priority            # against FOREBAY_URL, or the newest instance on this machine
 
 Fills every slot of every replica with `service_tier: "flex"` streams, then sends one `service_tier: "priority"` request
 and measures how long its first token took, in milliseconds and in engine steps. Then it lets all streams end, and
@@ -22,7 +22,7 @@ from openai import APIError, AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import metrics
-from ops.endpoint import read_environment
+from ops.endpoint import address_of, read_environment
 from ops.errors import CommandError
 
 FLEX_PROMPT = "Count upward from one, in words: one, two, three,"
@@ -94,6 +94,7 @@ async def demonstrate(
 
     Raises:
         RuntimeError: there is no replica, or the slots could not be filled because other work runs.
+        APIError: a stream was refused.
     """
     credentials = {"authorization": f"Bearer {api_key}"}
     async with (
@@ -108,6 +109,12 @@ async def demonstrate(
         ]
         await asyncio.gather(*(first.wait() for first in started))
         if await _preemptions(plain) != before or any(task.done() for task in fillers):
+            for task in fillers:
+                task.cancel()
+            ends = await asyncio.gather(*fillers, return_exceptions=True)
+            for end in ends:
+                if isinstance(end, APIError):
+                    raise end
             raise RuntimeError("the slots are not all taken by these streams: is other work running?")
         begun = asyncio.Event()
         urgent_task = asyncio.create_task(stream(client, model, URGENT_PROMPT, "priority", urgent_tokens, begun))
@@ -154,7 +161,7 @@ async def _preemptions(plain: httpx.AsyncClient) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
+    parser.add_argument("--url", help="the router (default: FOREBAY_URL, or the newest instance on this machine)")
     parser.add_argument(
         "--tokens",
         type=int,
@@ -163,17 +170,18 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     try:
-        key = read_environment().api_key
+        environment = read_environment()
+        url, key = (arguments.url or address_of(environment)).rstrip("/"), environment.api_key
     except CommandError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(f"Filling every slot of {arguments.url} with flex streams, then sending one urgent request: a minute or so …")
+    print(f"Filling every slot of {url} with flex streams, then sending one urgent request: a minute or so …")
     try:
         api_key = NO_KEY if key is None else key.get_secret_value()
-        result = asyncio.run(demonstrate(arguments.url.rstrip("/"), arguments.tokens, api_key=api_key))
+        result = asyncio.run(demonstrate(url, arguments.tokens, api_key=api_key))
     except (RuntimeError, httpx.HTTPError, APIError) as error:
         why = str(error) or type(error).__name__
-        print(f"could not show it: {why} (is Forebay running at {arguments.url}?)", file=sys.stderr)
+        print(f"could not show it: {why} ({url})", file=sys.stderr)
         return 2
     steps = result.urgent_ttft_ms / result.step_ms
     print(f"  slots taken by flex streams      {result.slots}")

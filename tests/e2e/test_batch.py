@@ -8,9 +8,10 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.clock import SystemClock
 from cluster.metrics import IN_FLIGHT, QUEUED, REQUESTS
-from deployments.checks import free_ports
+from deployments.jobs import sender as sending
 from deployments.jobs.endpoint import Routers
 from deployments.jobs.lines import Ask
 from deployments.jobs.pace import Gate, Pace
@@ -30,6 +31,8 @@ from deployments.settings import UsageError
 from tests.line import Line, until
 
 LIMIT_S = 60.0
+Told = tuple[int, dict[str, str], Any]
+"""A status, headers and a body."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -137,14 +140,15 @@ async def test_a_batch_is_answered_at_batch_priority_and_what_cannot_be_sent_is_
 
 
 class Misbehaving:
-    """An endpoint of the same wire that answers as a test says: `behave(custom_id, tries)` is a status, headers and a body, or
-    None for a connection that is cut. It gives up what its client has left, as the router does."""
+    """An endpoint of the same wire that answers as a test says: `behave(custom_id, tries)` is a status, headers and a body,
+    JSON or bytes as they are, or None for a connection that is cut within its answer. It gives up what its client has left,
+    as the router does."""
 
-    def __init__(
-        self, behave: Callable[[str, int], tuple[int, dict[str, str], Any] | None], took_s: float = 0.0
-    ) -> None:
+    def __init__(self, behave: Callable[[str, int], Told | None], took_s: float = 0.0) -> None:
         self._behave = behave
         self.took_s = took_s
+        self.models: Told | None = None
+        """What it says at /v1/models instead of an empty list."""
         self.asked: list[str] = []
         """Of each request, in the order that they came, the name of its answer."""
         self.tries: Counter[str] = Counter()
@@ -161,7 +165,8 @@ class Misbehaving:
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         if scope["path"] == "/v1/models":
             status = 401 if headers.get("authorization") == "Bearer wrong" else 200
-            await _reply(send, status, {}, {"data": [], "error": {"message": "no such key."}})
+            told: Told = (status, {}, {"data": [], "error": {"message": "no such key."}})
+            await _reply(send, *(self.models or told))
             return
         body = b""
         while (message := await receive())["type"] == "http.request":
@@ -184,7 +189,9 @@ class Misbehaving:
             self.in_flight.discard(name)
         behaviour = self._behave(custom_id, self.tries[custom_id])
         if behaviour is None:
-            raise ConnectionAbortedError("as the test wants it")
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
+            await send({"type": "http.response.body", "body": b"{", "more_body": True})
+            return
         await _reply(send, *behaviour)
 
 
@@ -199,18 +206,19 @@ async def _leaves_within(receive: Callable[[], Awaitable[Message]], seconds: flo
 async def _reply(send: Send, status: int, headers: dict[str, str], body: Any) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+    await send({"type": "http.response.body", "body": body if isinstance(body, bytes) else json.dumps(body).encode()})
 
 
-def fine(custom_id: str, tries: int) -> tuple[int, dict[str, str], Any]:
+def fine(custom_id: str, tries: int) -> Told:
     return 200, {}, {"id": f"cmpl-{custom_id}", "usage": {"completion_tokens": 1}}
 
 
 @contextlib.asynccontextmanager
-async def serving(endpoint: Misbehaving, port: int = 0) -> AsyncIterator[Misbehaving]:
-    server = uvicorn.Server(uvicorn.Config(endpoint, port=port, log_level="critical", lifespan="off"))
+async def serving(endpoint: Misbehaving, at: socket.socket | None = None) -> AsyncIterator[Misbehaving]:
+    """At a port of its own, or the one that `held_port` holds."""
+    server = uvicorn.Server(uvicorn.Config(endpoint, port=0, log_level="critical", lifespan="off"))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    running = asyncio.create_task(server.serve())
+    running = asyncio.create_task(server.serve(None if at is None else [beside(at)]))
     try:
         while not server.started:
             assert not running.done()
@@ -220,6 +228,23 @@ async def serving(endpoint: Misbehaving, port: int = 0) -> AsyncIterator[Misbeha
     finally:
         server.should_exit = True
         await running
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[socket.socket]:
+    """Nobody else gets it while servers of the test come and go there (`beside`); without one, who connects is refused."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held
+
+
+def beside(held: socket.socket) -> socket.socket:
+    """Another at the same port, that may listen."""
+    another = socket.socket()
+    another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    another.bind(held.getsockname())
+    return another
 
 
 def short(number: int) -> dict[str, Any]:
@@ -262,7 +287,7 @@ def ids_of(output: Path) -> list[str]:
 async def test_a_storm_of_refusals_costs_few_requests_and_no_line(tmp_path: Path) -> None:
     refused: list[str] = []
 
-    def storm(custom_id: str, tries: int) -> tuple[int, dict[str, str], Any]:
+    def storm(custom_id: str, tries: int) -> Told:
         # All at first, then two in a row now and then: whoever comes.
         if len(refused) < 8 or (len(endpoint.asked) % 60 < 2 and len(refused) < 14):
             refused.append(custom_id)
@@ -281,7 +306,7 @@ async def test_a_storm_of_refusals_costs_few_requests_and_no_line(tmp_path: Path
 
 
 async def test_what_breaks_is_tried_again_and_what_must_not_be_is_not(tmp_path: Path) -> None:
-    def broken(custom_id: str, tries: int) -> tuple[int, dict[str, str], Any] | None:
+    def broken(custom_id: str, tries: int) -> Told | None:
         match custom_id:
             case "line-0" if tries <= 2:
                 return None
@@ -310,33 +335,99 @@ async def test_while_no_router_is_there_a_job_waits_and_gives_nothing_up(tmp_pat
     async def answered() -> int:
         return batch.answered()
 
-    async with serving(Misbehaving(fine, took_s=0.02)) as endpoint:
-        batch = Batch(tmp_path, endpoint.url, "--concurrency-max", "8")
-        write_lines(batch.input, [short(number) for number in range(200)])
-        process = await batch.start()
-        await until(answered, (50).__le__)
-    while_gone, _ = await until(answered, (200).__ge__)
-    await asyncio.sleep(1.5)  # of what does not happen there is no event
-    assert batch.answered() <= while_gone + 8
-    async with serving(Misbehaving(fine), int(endpoint.url.rsplit(":", 1)[1])) as another:
-        assert await batch.end(process) == 0, batch.said
-        assert another.asked
+    cuts = 0
+
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal cuts
+        cuts += 1
+        writer.transport.abort()
+
+    async def cut_off() -> int:
+        return cuts
+
+    with held_port() as held:
+        async with serving(Misbehaving(fine, took_s=0.02), held) as endpoint:
+            batch = Batch(tmp_path, endpoint.url, "--concurrency-max", "8")
+            write_lines(batch.input, [short(number) for number in range(200)])
+            process = await batch.start()
+            await until(answered, (50).__le__)
+        while_gone = len(endpoint.asked)
+        assert while_gone < 200
+        async with await asyncio.start_server(cut, sock=beside(held)):
+            await until(cut_off, (3).__le__)
+        assert process.returncode is None
+        assert batch.answered() <= while_gone
+        async with serving(Misbehaving(fine), held) as another:
+            assert await batch.end(process) == 0, batch.said
+            assert len(another.asked) >= 200 - while_gone
     assert {a["response"]["status_code"] for a in answered_once(batch.output, 200)} == {200}
 
 
-async def test_where_no_router_comes_back_the_job_ends_and_the_line_is_left_for_the_next() -> None:
+@pytest.mark.parametrize("way", ["502", "cut"])
+async def test_an_outage_behind_a_balancer_costs_no_line_a_try(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "TRIES", 2)
+    gone: Told = (502, {}, {"error": {"message": "bad gateway"}})
+
+    def broken(custom_id: str, tries: int) -> Told | None:
+        if tries <= 2:
+            return gone if way == "502" else None
+        endpoint.models = None
+        return fine(custom_id, tries)
+
+    async with serving(Misbehaving(broken)) as endpoint, sender_to(endpoint.url) as sender:
+        endpoint.models = gone
+        sent = await sender.answer(bytes(16), Ask("a", COMPLETIONS, b'{"prompt": "a"}'))
+        assert not sent.failed
+        assert endpoint.tries["a"] == 3
+
+
+async def test_a_line_that_breaks_each_time_while_the_router_is_there_fails_with_what_came_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "TRIES", 2)
+    bad: list[Told] = [
+        (502, {}, {"error": {"message": "bad gateway"}}),
+        (404, {}, b"<html>"),
+        (200, {}, b"<html>"),
+        (200, {}, b""),
+        (200, {}, b'{"id": "cut'),
+        (200, {}, b"[]"),
+    ]
+    async with (
+        serving(Misbehaving(lambda custom_id, _: bad[int(custom_id)])) as endpoint,
+        sender_to(endpoint.url) as sender,
+    ):
+        asks = [
+            sender.answer(bytes(16), Ask(str(number), COMPLETIONS, b'{"prompt": "%d"}' % number))
+            for number in range(len(bad))
+        ]
+        sents = await asyncio.gather(*asks)
+        assert set(endpoint.tries.values()) == {2}
+    assert all(sent.failed for sent in sents)
+    told = [json.loads(sent.line) for sent in sents]
+    assert [line["response"] and line["response"]["status_code"] for line in told] == [502, 404, *[None] * 4]
+    assert [line["error"] and line["error"]["code"] for line in told] == [None, None, *["invalid_response"] * 4]
+
+
+@contextlib.asynccontextmanager
+async def sender_to(url: str, *, unreachable_s: float = LIMIT_S) -> AsyncIterator[Sender]:
+    """Alone, in this process."""
     clock = SystemClock()
-    gate = Gate(Pace(4.0, 4), clock)
-    gone = f"http://127.0.0.1:{free_ports('127.0.0.1', 1)}"
-    settings = SendSettings("batch", timeout_s=5, window_s=60, unreachable_s=1.5)
+    settings = SendSettings("batch", timeout_s=5, window_s=LIMIT_S, unreachable_s=unreachable_s)
     async with httpx.AsyncClient(trust_env=False) as client:
-        sender = Sender(client, Routers((gone,), None, clock), gate, settings, {}, clock)
-        with pytest.raises(UsageError, match=f"no answer from {gone} for 2 s"):
-            await sender.answer(bytes(16), Ask("a", COMPLETIONS, b"{}"))
+        yield Sender(client, Routers((url,), None, clock), Gate(Pace(8.0, 8), clock), settings, {}, clock)
+
+
+async def test_where_no_router_comes_back_the_job_ends_and_the_line_is_left_for_the_next() -> None:
+    with held_port() as held:
+        gone = f"http://127.0.0.1:{held.getsockname()[1]}"
+        async with sender_to(gone, unreachable_s=1.5) as sender:
+            with pytest.raises(UsageError, match=f"no answer from {gone} for 2 s"):
+                await sender.answer(bytes(16), Ask("a", COMPLETIONS, b"{}"))
 
 
 async def test_a_line_that_finds_no_room_within_its_window_expires_as_openais_do(tmp_path: Path) -> None:
-    def full(custom_id: str, tries: int) -> tuple[int, dict[str, str], Any]:
+    def full(custom_id: str, tries: int) -> Told:
         return 429, {"retry-after": "1"}, {"error": {"message": "full"}}
 
     async with serving(Misbehaving(full)) as endpoint:
@@ -406,10 +497,48 @@ async def test_what_cannot_be_done_is_said_in_one_line_before_anything_is_sent(t
         assert len(endpoint.asked) == 3
 
 
+@pytest.mark.parametrize(
+    "models",
+    [
+        (404, {}, {"detail": "Not Found"}),
+        (301, {"location": "https://elsewhere/"}, b""),
+        (200, {}, b"<html>"),
+        (200, {}, {"data": {}}),
+    ],
+)
+async def test_an_address_where_no_router_is_ends_the_job_and_nothing_is_sent_or_written(
+    models: Told, tmp_path: Path
+) -> None:
+    async with serving(Misbehaving(fine)) as endpoint:
+        endpoint.models = models
+        batch = Batch(tmp_path, endpoint.url)
+        write_lines(batch.input, [short(0)])
+        assert await batch.run() == 2, batch.said
+        assert f"{endpoint.url} is no router: " in batch.said.splitlines()[-1]
+        assert (endpoint.asked, batch.answered()) == ([], 0)
+
+
+async def test_a_balancer_whose_routers_are_still_starting_is_waited_for(tmp_path: Path) -> None:
+    looks = 0
+
+    class Starting(Misbehaving):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal looks
+            looks += 1
+            self.models = (503, {}, b"no server is available") if looks <= 2 else None
+            await super().__call__(scope, receive, send)
+
+    async with serving(Starting(fine)) as endpoint:
+        batch = Batch(tmp_path, endpoint.url)
+        write_lines(batch.input, [short(0)])
+        assert await batch.run() == 0, batch.said
+    answered_once(batch.output, 1)
+
+
 async def test_a_key_or_a_class_that_no_line_may_have_ends_the_job_and_answers_nothing(
     line: Line, tmp_path: Path
 ) -> None:
-    def forbidden(custom_id: str, tries: int) -> tuple[int, dict[str, str], Any]:
+    def forbidden(custom_id: str, tries: int) -> Told:
         return (403, {}, {"error": {"message": "not this class."}}) if tries == 1 else fine(custom_id, tries)
 
     async with serving(Misbehaving(forbidden)) as endpoint:

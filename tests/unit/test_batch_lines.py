@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,18 @@ from typing import Any
 import pytest
 
 from deployments.jobs import lines as forms
-from deployments.jobs.lines import Ask, Line, LineError, answer_line, error_line, lines_of, parse, read_answer
+from deployments.jobs.lines import (
+    FORM_BYTES,
+    Ask,
+    Line,
+    LineError,
+    answer_line,
+    error_line,
+    lines_of,
+    may_begin_answer,
+    parse,
+    read_answer,
+)
 
 # As https://platform.openai.com/docs/guides/batch shows a request and its answer.
 REQUEST = {
@@ -92,6 +104,9 @@ def test_an_answer_is_one_line_whatever_came(content: bytes, body: Any) -> None:
         ({"body": None}, "missing_required_parameter"),
         ({"body": [1]}, "missing_required_parameter"),
         ({"body": {"stream": True}}, "invalid_request"),
+        ({"body": {"stream": 1}}, "invalid_request"),
+        ({"body": {"stream": 0}}, "invalid_request"),
+        ({"body": {"stream": "false"}}, "invalid_request"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_what_is_wrong(changes: dict[str, Any], code: str, tmp_path: Path) -> None:
@@ -112,8 +127,28 @@ def test_what_is_no_object_is_no_line(text: bytes, tmp_path: Path) -> None:
 def test_the_second_of_a_custom_id_is_refused(tmp_path: Path) -> None:
     refused = parse(line_of(tmp_path, json.dumps(REQUEST).encode()), again=True)
     assert refused == LineError(
-        "duplicate_custom_id", "Line 1: an earlier line has the custom_id 'request-1' already.", "request-1"
+        "duplicate_custom_id", "Line 1: another line has the custom_id 'request-1' already.", "request-1"
     )
+
+
+@pytest.mark.parametrize("stream", [False, None])
+def test_what_says_that_it_is_no_stream_is_sent(stream: object, tmp_path: Path) -> None:
+    text = json.dumps(REQUEST | {"body": {"stream": stream}}).encode()
+    assert isinstance(parse(line_of(tmp_path, text), again=False), Ask)
+
+
+def test_the_mark_that_editors_put_before_a_file_is_none_of_its_first_line(tmp_path: Path) -> None:
+    text = json.dumps(REQUEST).encode()
+    marked = line_of(tmp_path, codecs.BOM_UTF8 + text)
+    assert isinstance(parse(marked, again=False), Ask)
+    assert marked == line_of(tmp_path, text)
+
+
+def test_every_beginning_of_an_answer_may_be_one_and_nothing_else_may() -> None:
+    line = answer_line(NAME, "request-1", 200, "", b"{}")
+    assert all(may_begin_answer(line[:cut]) for cut in range(len(line)))
+    for place in range(FORM_BYTES):
+        assert not may_begin_answer(line[:place] + b"~")
 
 
 def test_lines_are_counted_as_editors_do_and_blank_ones_are_none(tmp_path: Path) -> None:

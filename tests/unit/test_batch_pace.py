@@ -32,7 +32,7 @@ class Round:
         sent, sent_s = int(self.pace.limit), self.now_s + 0.5
         self.now_s += 1
         for _ in range(sent):
-            self.pace = self.pace.refused(sent_s, self.now_s, 1.0)
+            self.pace = self.pace.refused(sent_s, self.now_s, 1.0, 0.0)
 
 
 def test_it_doubles_until_the_first_refusal_and_then_grows_by_about_one_a_round() -> None:
@@ -67,18 +67,37 @@ def test_what_is_not_used_does_not_grow() -> None:
 @given(
     st.integers(1, 300),
     st.lists(st.tuples(st.booleans(), st.floats(0, 100), st.floats(0, 1e6), st.integers(0, 300)), max_size=60),
+    st.floats(0, 1, exclude_max=True),
 )
 def test_the_limit_keeps_its_bounds_and_no_pause_is_longer_than_a_minute(
-    limit_max: int, events: list[tuple[bool, float, float, int]]
+    limit_max: int, events: list[tuple[bool, float, float, int]], chance: float
 ) -> None:
     pace, now_s = Pace(1.0, limit_max), 0.0
     for accepted, later_s, pause_s, in_flight in events:
         now_s += later_s
         before = pace
-        pace = pace.accepted(in_flight) if accepted else pace.refused(now_s - later_s, now_s, pause_s)
+        pace = pace.accepted(in_flight) if accepted else pace.refused(now_s - later_s, now_s, pause_s, chance)
         assert 1 <= pace.limit <= max(limit_max, 1)
         assert pace.paused_until_s <= now_s + 60 or pace.paused_until_s == before.paused_until_s
         assert pace.limit >= before.limit if accepted else pace.limit <= before.limit
+        assert accepted or now_s - later_s <= before.halved_s or pace.paused_until_s >= now_s + 0.5
+
+
+def test_refusals_that_say_no_time_are_asked_after_twice_as_long_each_time_until_one_is_accepted() -> None:
+    def pauses(pace: Pace, chance: float) -> tuple[Pace, list[float]]:
+        found, now_s = [], 1000.0
+        for _ in range(4):
+            pace = pace.refused(now_s, now_s, 0.0, chance)
+            found.append(pace.paused_until_s - now_s)
+            now_s = pace.paused_until_s
+        return pace, found
+
+    pace, found = pauses(Pace(8.0, 100), 0.0)
+    assert found == [0.5, 1.0, 2.0, 4.0]
+    assert pace.refused(pace.paused_until_s, pace.paused_until_s, 3.0, 0.9).paused_until_s == pace.paused_until_s + 3
+    now_s = pace.paused_until_s
+    assert pace.accepted(1).refused(now_s, now_s, 0.0, 0.0).paused_until_s == now_s + 0.5
+    assert pauses(Pace(8.0, 100), 0.5)[1] == [0.75, 1.5, 3.0, 6.0]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +117,8 @@ def test_the_limit_keeps_its_bounds_and_no_pause_is_longer_than_a_minute(
         (500, {"x-should-retry": "false"}, (Fate.FINAL, 0)),
         (429, {"x-should-retry": "false", "retry-after": "1"}, (Fate.FINAL, 0)),
         (502, {}, (Fate.BROKEN, 0)),
+        (301, {"location": "/"}, (Fate.BROKEN, 0)),
+        (429, {"retry-after": "0"}, (Fate.REFUSED, 0)),
         (408, {}, (Fate.BROKEN, 0)),
     ],
 )
@@ -133,10 +154,10 @@ async def test_nothing_is_sent_while_a_refusals_time_runs_and_all_goes_on_after_
     gate = Gate(Pace(4.0, 4), clock)
     await gate.begin()
     sent_s = await gate.enter()
-    gate.leave(lambda pace: pace.refused(sent_s, clock.monotonic(), 0.2))
+    gate.leave(lambda pace: pace.refused(sent_s, clock.monotonic(), 0.6, 0.0))
     paused_s = clock.monotonic()
     await asyncio.gather(gate.enter(), gate.begin())
-    assert clock.monotonic() - paused_s >= 0.19
+    assert clock.monotonic() - paused_s >= 0.59
 
 
 async def test_a_closed_gate_lets_nobody_through_and_one_who_gives_up_takes_no_place() -> None:

@@ -115,6 +115,39 @@ def test_lines_may_be_added_to_an_input_and_put_in_another_order(tmp_path: Path)
     assert run(tmp_path, errors=False) == 1
 
 
+@settings(max_examples=100)
+@given(LINES, LINES, st.floats(0, 1), st.data())
+def test_whatever_lines_are_added_and_however_they_are_put_none_is_answered_again_and_no_custom_id_served_twice(
+    lines: Sequence[str], more: Sequence[str], part: float, data: st.DataObject
+) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "in.jsonl").write_text("\n".join(lines), "utf-8")
+        done = run(folder, errors=False, at_most=round(part * len(lines)))
+        anew = data.draw(st.permutations([*lines, *more]))
+        (folder / "in.jsonl").write_text("\n".join(anew), "utf-8")
+        before = (folder / "out.jsonl").read_bytes()
+        assert run(folder, errors=False) == sum(not blank(line) for line in anew) - done
+        output = (folder / "out.jsonl").read_bytes()
+        assert output.startswith(before)
+        answers = [read_answer(line) for line in output.splitlines()]
+        assert len({told.id for told in answers}) == len(answers)
+        served = [told.custom_id for told in answers if not told.failed]
+        assert len(set(served)) == len(served)
+
+
+def test_a_run_without_a_file_of_failed_lines_between_two_with_it_leaves_each_line_one_answer_that_counts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in.jsonl").write_text("\n".join(["junk", request("a"), "{}"]))
+    assert run(tmp_path, errors=True, at_most=2) == 2  # junk's answer is in errors.jsonl
+    assert run(tmp_path, errors=False) == 2  # and now in the output too
+    assert run(tmp_path, errors=True) == 0
+    with Journal(tmp_path / "out.jsonl", tmp_path / "errors.jsonl") as journal:
+        names, failed = journal.read()
+    assert (len(names), failed) == (3, 2)
+
+
 def test_an_input_that_changes_between_the_passes_is_told(tmp_path: Path) -> None:
     into = tmp_path / "in.jsonl"
     for later in ([request("x"), request("b")], [request("a")], [*map(request, "abc")]):
@@ -135,6 +168,23 @@ def test_an_output_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
         assert output.read_text() == content
 
 
+@pytest.mark.parametrize("name", ["out.jsonl", "errors.jsonl"])
+@pytest.mark.parametrize("foreign", [b"notes", b"notes\n{", b"\x00\xff", b'{"id":"batch_req_x', b'{"name": "mine"}'])
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_file_of_something_else_that_ends_without_a_newline_is_left_as_it_is(
+    name: str, foreign: bytes, ours: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text(request("a") + "\njunk")
+    if ours:
+        run(tmp_path, errors=True)
+    file = tmp_path / name
+    content = (file.read_bytes() if ours else b"") + foreign
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=f"{name}: line {2 if ours else 1} is no answer"):
+        run(tmp_path, errors=True)
+    assert file.read_bytes() == content
+
+
 def test_an_output_that_answers_a_line_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(request("a"))
     run(tmp_path, errors=False)
@@ -142,6 +192,16 @@ def test_an_output_that_answers_a_line_twice_is_refused(tmp_path: Path) -> None:
     output.write_bytes(output.read_bytes() * 2)
     with pytest.raises(UsageError, match="answers a line twice"):
         run(tmp_path, errors=False)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("option", ["--output", "--errors"])
+def test_a_pipe_or_a_device_is_no_file_of_answers_and_is_not_waited_for(option: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path(os.devnull), tmp_path):
+        with pytest.raises(UsageError, match=f"{option}: {path} is no regular file"):
+            Journal(*((path, None) if option == "--output" else (tmp_path / "out.jsonl", path)))
 
 
 def test_one_job_at_a_time_has_an_output(tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
+from deployments.jobs import endpoint
 from deployments.jobs.endpoint import Routers, find_urls
+from deployments.local import takes_work
 from deployments.router import reached_at
 from deployments.serve_app import ServeArgs
 from deployments.settings import Environment, UsageError
@@ -182,6 +187,76 @@ def test_a_router_is_named_by_the_option_before_the_environment(monkeypatch: pyt
         find_urls("a:8000", Environment())
 
 
+@pytest.mark.parametrize(
+    "url", ["http://me:pass@a:1", "me:pass@a:1", "https://me:pass@a:1\n", "http://:pass@[", "http://a@pass:b"]
+)
+@pytest.mark.parametrize("option", ["--url", "FOREBAY_URL"])
+def test_an_address_with_a_password_is_refused_and_not_said(
+    url: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_URL", url)
+    with pytest.raises(UsageError, match=f"^{option}: ") as refused:
+        find_urls(url if option == "--url" else None, Environment())
+    assert "pass" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["http://", "http://a b", "http://a?b=c", "http://a/#b", "http://a:b"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=r"^--url: "):
+        find_urls(url, Environment())
+
+
+async def test_a_search_for_routers_that_is_given_up_leaves_no_process_and_takes_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+
+    async def searching() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if "import time; time.sleep(600)" in child.cmdline()]
+
+    clock = ManualClock()
+    routers = Routers(("old",), endpoint.find_routers, clock)
+    clock.advance(20)
+    routers.unreachable("old")
+    (child,), _ = await until(searching, bool)
+    async with asyncio.timeout(3):  # after which Ray kills a job that it stops
+        await routers.close()
+    assert not child.is_running()
+
+
+GOOD = b'{"models": {"a": true, "b": true}}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "ready"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\n" + GOOD, True),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + GOOD.replace(b"true}", b"false}"), False),
+        (b"HTTP/1.0 503 No\r\n\r\n" + GOOD, False),
+        (b"", False),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 99\r\n\r\n" + GOOD[:-1], False),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n99\r\n" + GOOD, False),
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>", False),
+        (b"HTTP/1.0 200 OK\r\n\r\n\xff", False),
+        (b"HTTP/1.0 200 OK\r\n\r\n{}", False),
+        (b"HTTP/1.0 200 OK\r\n\r\n[1]", False),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"models": {}}', False),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + b'{"models":' * 50_000, False),
+    ],
+)
+async def test_only_what_answers_as_a_router_takes_work(answer: bytes, ready: bool) -> None:
+    async def tell(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(tell, "127.0.0.1") as server:
+        host, port = server.sockets[0].getsockname()
+        assert await asyncio.to_thread(takes_work, f"http://{host}:{port}") is ready
+
+
 async def test_a_router_that_cannot_be_reached_is_not_asked_while_another_can_be() -> None:
     clock = ManualClock()
     routers = Routers(("a", "b"), None, clock)
@@ -205,7 +280,7 @@ def next_of(routers: Routers) -> Callable[[], Awaitable[str]]:
 async def test_routers_that_moved_are_found_again_once_in_a_while() -> None:
     clock, asked = ManualClock(), 0
 
-    def find() -> tuple[str, ...]:
+    async def find() -> tuple[str, ...]:
         nonlocal asked
         asked += 1
         return (f"new-{asked}",)
