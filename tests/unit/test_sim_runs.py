@@ -73,8 +73,16 @@ def test_an_interrupt_ends_all_processes_without_a_word_of_theirs_and_the_file_h
 ) -> None:
     file = tmp_path / "study.json"
     command = [sys.executable, "-m", "ops.cli", "simulate", "--trace", str(TRACE), "--json", str(file), "--jobs", "2"]
-    command += ["--replicas", "1", "--duration", "1000", "--seeds", "10", "--policy", "forebay,round-robin"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0) as ran:
+    command += ["--replicas", "1", "--duration", "100", "--seeds", "10", "--policy", "forebay,round-robin"]
+
+    def heeds_interrupts() -> None:
+        """Tests that a script has put into the background ignore them, and so would what they start."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stderr=pipe, stdout=pipe, text=True, process_group=0, preexec_fn=heeds_interrupts
+    ) as ran:
         while not file.exists():
             assert ran.poll() is None
             time.sleep(0.01)
