@@ -134,6 +134,8 @@ def test_the_charts_pods_serve_each_actor_is_in_its_own_and_no_log_has_a_secret(
 ) -> None:
     if why := cannot():
         pytest.skip(why)
+    if Path(sys.prefix).is_relative_to("/tmp"):
+        pytest.skip("the pods have /tmp for themselves: the environment must lie elsewhere")
     if not (TOOLS / "helm").is_file():
         pytest.skip("needs helm: `make deploy-tools`")
     values = tmp_path / "values.yaml"
