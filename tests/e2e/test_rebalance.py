@@ -57,9 +57,9 @@ async def cluster_of(model: ModelFolder, folder: Path) -> AsyncIterator[Cluster]
 
 
 @asynccontextmanager
-async def small_cluster_of(model: ModelFolder, folder: Path, slots: int, **control: float) -> AsyncIterator[Cluster]:
+async def small_cluster_of(model: ModelFolder, folder: Path, slots: int) -> AsyncIterator[Cluster]:
     """Few run, for some seconds, where they are: nobody gains enough by being elsewhere."""
-    settled = profile({"move_value_s": 1000.0, **control}, slots=slots, blocks=BLOCKS, host_blocks=0)
+    settled = profile({"move_value_s": 1000.0}, slots=slots, blocks=BLOCKS, host_blocks=0)
     async with running_cluster(model, settled, folder, step_s=STEP_S, row_s=SLOW_ROW_S) as cluster:
         yield cluster
 
@@ -166,13 +166,12 @@ async def test_a_large_urgent_request_that_fits_nowhere_is_given_a_place_by_movi
     tiny_model: ModelFolder, tmp_path: Path
 ) -> None:
     """Each replica of 48 blocks has two requests as urgent as itself that take 15 each, and it needs 30. One has a less
-    urgent one too, so that only the other has room for one of those four. Who is asked first may find no room there after
-    all, by what its router expects of it: others are asked then, and not once that has expired."""
+    urgent one too, so that only the other has room for one of those four."""
     urgent = {"service_tier": "priority", "temperature": 1}
     equal = [{**urgent, "prompt": prompt(200, 100 * n), "max_tokens": 40, "seed": n} for n in range(1, 5)]
     lower = {"prompt": prompt(40, 550), "max_tokens": 40, "temperature": 1, "seed": 5, "service_tier": "flex"}
     large = {**urgent, "prompt": prompt(460, 600), "max_tokens": 20, "seed": 6}
-    async with small_cluster_of(tiny_model, tmp_path, slots=8, proposal_expiry_s=30.0) as cluster:
+    async with small_cluster_of(tiny_model, tmp_path, slots=8) as cluster:
         undisturbed = [Heard(cluster.client, **kind) for kind in (*equal, lower)]
         await all_whole(undisturbed)
         undisturbed.append(Heard(cluster.client, **large))
