@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from deployments.checks import free_ports
-from tests.line import until
+from tests.programs import serving
 
 _NAMES = ("prometheus-alertmanager", "alertmanager")  # Debian's, and that of its makers
 _PATHS = "/usr/bin:/usr/sbin:/usr/local/bin:/usr/local/sbin"
@@ -24,7 +23,6 @@ ALERTMANAGER = next(
 )
 GROUP_INTERVAL_S = 1
 """Between two words about one alert."""
-END_TIMEOUT_S = 10.0
 
 needs_alertmanager = pytest.mark.skipif(
     ALERTMANAGER is None, reason="alertmanager is not installed (Debian: apt-get install prometheus-alertmanager)"
@@ -89,30 +87,12 @@ async def alertmanager(hook: Webhook, folder: Path) -> AsyncIterator[str]:
     config.write_text(yaml.safe_dump({"route": {**route, "group_by": ["..."]}, "receivers": [receiver]}))
     address = f"127.0.0.1:{free_ports('127.0.0.1', 1)}"
     url = f"http://{address}"
-    arguments = (
+    command = (
+        ALERTMANAGER,
         f"--config.file={config}",
         f"--storage.path={folder / 'alertmanager-data'}",
         f"--web.listen-address={address}",
         "--cluster.listen-address=",  # alone
     )
-    with log.open("w") as sink:
-        process = await asyncio.create_subprocess_exec(ALERTMANAGER, *arguments, stdout=sink, stderr=sink)
-
-    async def answers() -> bool:
-        assert process.returncode is None, f"alertmanager ended: {log.read_text()}"
-        with contextlib.suppress(httpx.TransportError):
-            async with httpx.AsyncClient() as client:
-                return (await client.get(f"{url}/-/ready")).status_code == 200
-        return False
-
-    try:
-        await until(answers, bool)
+    async with serving(command, log, f"{url}/-/ready"):
         yield url
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()

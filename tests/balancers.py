@@ -6,23 +6,19 @@ skips its tests, with the package that has it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from deployments.checks import free_ports
 from deployments.lb.balancer import Balancer, Kind, render
-from tests.line import until
-from tests.ray.streams import client_of
+from tests.programs import serving
 
 _DEPLOY_BIN = Path(__file__).parents[1] / ".venv-deploy" / "bin"
-_END_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -106,28 +102,6 @@ async def balanced(
     command = program.command(program.run, config)
     if soft_files is not None:
         command = ["sh", "-c", f'ulimit -Sn {soft_files} && exec "$@"', "sh", *command]
-    log = folder / "log"
-    with log.open("w") as sink:
-        process = await asyncio.create_subprocess_exec(*command, stdout=sink, stderr=sink)
     url = f"http://127.0.0.1:{port}"
-    try:
-        async with client_of(url) as client:
-
-            async def answers() -> bool:
-                assert process.returncode is None, log.read_text()
-                with contextlib.suppress(httpx.TransportError):
-                    await client.get("/health")
-                    return True
-                return False
-
-            await until(answers, bool)
+    async with serving(command, folder / "log", f"{url}/health", lambda status: True):  # with whatever it says
         yield url
-    finally:
-        if process.returncode is None:
-            process.terminate()  # at once for all three; nginx's workers outlive a master that is killed
-            try:
-                async with asyncio.timeout(_END_TIMEOUT_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()

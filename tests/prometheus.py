@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,14 +13,13 @@ import pytest
 import yaml
 
 from deployments.checks import free_ports
-from tests.line import until
+from tests.programs import serving
 
 _PATHS = "/usr/sbin:/usr/local/bin:/usr/local/sbin"
 PROMETHEUS = shutil.which("prometheus") or shutil.which("prometheus", path=_PATHS)
 PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=_PATHS)
 SCRAPE_INTERVAL_S = 1
 """Between two scrapes, and between two evaluations of rules."""
-END_TIMEOUT_S = 10.0
 
 needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None or PROMTOOL is None, reason="prometheus is not installed (Debian: apt-get install prometheus)"
@@ -52,33 +50,15 @@ async def prometheus(
     config.write_text(yaml.safe_dump(_config(targets, rules, alertmanager)))
     address = f"127.0.0.1:{free_ports('127.0.0.1', 1)}"
     url = f"http://{address}"
-    arguments = (
+    command = (
+        PROMETHEUS,
         f"--config.file={config}",
         f"--storage.tsdb.path={folder / 'prometheus-data'}",
         f"--web.listen-address={address}",
         "--web.enable-lifecycle",
     )
-    with log.open("w") as sink:
-        process = await asyncio.create_subprocess_exec(PROMETHEUS, *arguments, stdout=sink, stderr=sink)
-    try:
-
-        async def answers() -> bool:
-            assert process.returncode is None, f"prometheus ended: {log.read_text()}"
-            with contextlib.suppress(httpx.TransportError):
-                async with httpx.AsyncClient(verify=False) as client:
-                    return (await client.get(f"{url}/-/ready")).status_code == 200
-            return False
-
-        await until(answers, bool)
+    async with serving(command, log, f"{url}/-/ready"):
         yield url
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
 
 def _config(
