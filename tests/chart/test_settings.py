@@ -12,6 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import Auth
 from deployments.engines import one_of, replica_options
+from deployments.last_node import NOTICE_S
 from deployments.serve_app import ServeArgs
 from tests.chart.conftest import Manifest, groups, ray_cluster, rendered, serve_config, template
 
@@ -118,6 +119,20 @@ def test_a_pod_is_given_longer_to_end_than_its_work_has(manifests: list[Manifest
         assert spec["terminationGracePeriodSeconds"] > drain
         # Ten of deployments/app.py: what Serve gives it.
         assert name == "head" or drain >= profile.health.drain_timeout_s + 10
+
+
+def test_a_head_outlasts_the_pods_that_are_told_to_end_with_it(manifests: list[Manifest]) -> None:
+    made = groups(manifests)
+    spec = made.pop("head")["template"]["spec"]
+    *command, most_s = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == ["python", "-m", "deployments.last_node"]
+    drains = [
+        float(entry["value"])
+        for group in made.values()
+        for entry in group["template"]["spec"]["containers"][0]["env"]
+        if entry["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    ]
+    assert max(drains) + NOTICE_S <= float(most_s) < spec["terminationGracePeriodSeconds"] - NOTICE_S
 
 
 def test_whole_numbers_stay_whole_however_large(tmp_path: Path) -> None:

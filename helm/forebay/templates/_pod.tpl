@@ -53,7 +53,7 @@ spec:
   serviceAccountName: {{ include "forebay.fullname" $root }}-{{ ternary .component "worker" (or $head (eq .component "controller")) }}
   automountServiceAccountToken: {{ .access }}
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ if $head }}60{{ else }}{{ add (int (include "forebay.leaveSeconds" $root)) 30 }}{{ end }}
+  terminationGracePeriodSeconds: {{ add (int (include "forebay.leaveSeconds" $root)) (ternary 90 30 $head) }}
   securityContext: {{- include "forebay.podSecurity" $root | nindent 4 }}
   {{- with $v.image.pullSecrets }}
   imagePullSecrets:
@@ -117,6 +117,12 @@ spec:
         - {name: control-metrics, containerPort: {{ $v.monitoring.ports.controller | int }}}
         {{- end }}
         - {name: metrics, containerPort: 8080}
+      {{- if $head }}
+      # Where the whole cluster goes, the other pods can be left only as long as there is a GCS.
+      lifecycle:
+        preStop:
+          exec: {command: [python, -m, deployments.last_node, {{ add (int (include "forebay.leaveSeconds" $root)) 30 | quote }}]}
+      {{- end }}
       # While this holds, nothing judges the pod: Ray starts, and its models load.
       startupProbe:
         exec: {command: {{ toJson $alive }}}
