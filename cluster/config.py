@@ -257,6 +257,25 @@ class RouterConfig(Config):
         description="Attempts that one request may lose with an engine, or by broken or missing tokens, before it is given "
         "up, so that nothing goes round for ever. What kills engines itself is found out sooner.",
     )
+    retry_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Retries of requests that an engine has ended with an error, as a part of the requests let in: one replica "
+        "of ten may fail unseen, and where all fail they get little more to do. 0: none is tried again. Going on after a loss, "
+        "a move or a preemption is no retry.",
+    )
+    retry_burst: PositiveInt = Field(
+        32,
+        description="Retries that a router has at first, and saves up at most: what runs on a replica may all fail in one step.",
+    )
+    retry_attempts: int = Field(
+        2,
+        ge=1,
+        le=8,
+        description="Attempts of one request that may end with an error of an engine: what fails on two replicas is likely to "
+        "be at fault itself. 1: none is tried again.",
+    )
     outlier_faults: PositiveInt = Field(
         5,
         description="Faults of a replica in a row, of different requests, after which it gets nothing new for a while; "

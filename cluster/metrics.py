@@ -124,6 +124,11 @@ OUTPUT_OVER_STATED = Metric(
     ("priority_class",),
 )
 CONTINUED = Metric("forebay_continued", "Requests continued on another replica, by why.", ("reason",))
+RETRIES = Metric(
+    "forebay_retries",
+    "Attempts that an engine has ended with an error, by what was decided: retried, or why not.",
+    ("outcome",),
+)
 MOVES = Metric("forebay_moves", "Live moves of requests between replicas, by what came of them.", ("outcome",))
 MOVE_PAUSE = Metric(
     "forebay_move_pause_seconds", "From the word that a moving request stands still to its first token elsewhere."

@@ -25,6 +25,7 @@ from router.metrics_sink import ADMITTED, QUEUED, REFUSED_AT_ARRIVAL, Controller
 from router.moving import MoveOutcome
 from router.outliers import Fault
 from router.proposals import Verdict
+from router.retries import Retry
 from router.view import Condition
 
 PAGE = Path(__file__).parent / "docs" / "metrics.md"
@@ -113,6 +114,7 @@ def all_values() -> tuple[Values, ...]:
         Values("attained", (names.SLO_FIRST_TOKENS,), ("true", "false")),
         Values("cause", (preemptions,), ("urgent", "kv_full")),
         Values("means", (preemptions,), _each(PreemptionMeans)),
+        Values("outcome", (names.RETRIES,), _each(Retry)),
         Values("outcome", (names.MOVES,), _each(MoveOutcome)),
         Values("outcome", (names.PROPOSALS,), _each(Verdict)),
         Values("reason", (names.REFUSALS,), _each(RefusalReason)),

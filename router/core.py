@@ -139,6 +139,7 @@ class RouterCore:
                 self._finalize(live, decision.outcome, error=decision.error, retry_after=decision.retry_after_s)
             return
         self._metrics.accepted(priority_class.name, len(first.prompt_ids))
+        self._losses.retries.let_in(len(lives))
         for live in lives:
             self._losses.enqueue(live, now_s)
         self._pump(now_s)
@@ -445,8 +446,7 @@ class RouterCore:
                     self._losses.worked(replica, now_s, probe=False)
                 self._finalize(live, Outcome.FINISHED, finish=new.finish, engine_ended=True)
             case FinishReason.ERROR:
-                self._losses.fault(replica, Fault.ENGINE_ERROR, now_s, live)
-                self._finalize(live, Outcome.ENGINE_ERROR, error=error, engine_ended=True)
+                self._losses.erred(live, replica, error, now_s)
             case FinishReason.ABORT:
                 self._losses.go_on(live, replica, "aborted", now_s, abort=False)
             case _:

@@ -162,7 +162,11 @@ class Dispatcher:
         if judged is not None and judged[0] is live:
             return judged
         need = live.need(self._config.expected_output_tokens)
-        return live, self._fleet.place(need, now_s, self._rng, self._favour(live, need, now_s))
+        favour = self._favour(live, need, now_s)
+        placement = self._fleet.place(need, now_s, self._rng, favour)
+        if placement is not None and placement.replica_id in live.erred_on:
+            placement = self._fleet.place_off(live.erred_on, need, now_s, self._rng, favour) or placement
+        return live, placement
 
     def _place_arrival(self, live: Live, need: Need, now_s: float) -> Placement | None:
         placement = self._fleet.place(need, now_s, self._rng, self._favour(live, need, now_s))

@@ -83,8 +83,16 @@ class Endings:
             self.trials.forget(live)
         if outcome is Outcome.FINISHED:
             self._dispatcher.finished(live, now_s)
-        tokens = live.journal.next_index
-        ending = Ending(outcome, len(live.request.prompt_ids), tokens, finish, error, retry_after, live.cached_tokens)
+        ending = Ending(
+            outcome,
+            len(live.request.prompt_ids),
+            live.journal.next_index,
+            finish,
+            error,
+            retry_after,
+            live.cached_tokens,
+            failed_on_several=outcome is Outcome.ENGINE_ERROR and len(set(live.erred_on)) > 1,
+        )
         live.stream.end(ending)
         live.count_end(self._metrics, ending, now_s)
         self._metrics.served(live.request.tenant, live.served)

@@ -93,7 +93,7 @@ class Reply:
             headers.append(("retry-after", str(ending.retry_after_s)))
         if ending.meaning.dropped_reason is not None:
             headers.append((DROPPED_HEADER, ending.meaning.dropped_reason))
-        if not ending.meaning.again:
+        if not ending.again:
             headers.append((RETRY_HEADER, "false"))
         await self.json(ending.meaning.status, error_json(ending_error(ending)), headers)
 

@@ -66,6 +66,7 @@ class Live:
         "continued",
         "dispatched_s",
         "drained",
+        "erred_on",
         "first_token_s",
         "gaps",
         "journal",
@@ -147,6 +148,8 @@ class Live:
         misses none, and its reservation holds them."""
         self.losses = 0
         """Engines that this request was lost with, or that fell silent under it."""
+        self.erred_on: tuple[ReplicaId, ...] = ()
+        """Where attempts of it have ended with an error of the engine, one entry for each."""
         self.suspicion: Suspicion | None = None
         """It may have killed an engine."""
         self.spared = False

@@ -1,9 +1,10 @@
 """What becomes of a request whose attempt is over before the request is: it goes on elsewhere, at its old place.
 
-Owns: that way back, what a replica's death means to those that ran there, the trials of suspects, and what faults mean
-to the replica that had them. Single writer, driven by `core`. Invariants: no token that has come is lost or asked for
-again; a request goes on as long as it is not blamed for an engine's death (`suspects`) and has not lost `max_attempts`
-engines, so that nothing goes round for ever.
+Owns: that way back, what a replica's death means to those that ran there, the trials of suspects, what faults mean
+to the replica that had them, and the retries of what an engine has ended with an error. Single writer, driven by `core`.
+Invariants: no token that has come is lost or asked for again; a request goes on as long as it is not blamed for an engine's
+death (`suspects`), has not lost `max_attempts` engines and has had no error that is not retried, so that nothing goes round
+for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from cluster.types import FinishReason, Outcome, ReplicaState
 from router.live import Live
 from router.outliers import Fault, Mark, after_fault, after_success
 from router.parts import Parts
+from router.retries import Retry, RetryBudget, decide
 from router.routing import Placement
 from router.suspects import Trial
 from router.view import Replica
@@ -26,6 +28,7 @@ class Losses:
         self._config, self._rng, self._metrics = parts.config, parts.rng, parts.metrics
         self._fleet, self._dispatcher, self._lives = parts.fleet, parts.dispatcher, parts.lives
         self._endings, self._trials = parts.endings, parts.endings.trials
+        self.retries = RetryBudget(parts.config)
 
     def enqueue(self, live: Live, now_s: float) -> None:
         """It begins to wait, or waits again."""
@@ -93,15 +96,55 @@ class Losses:
             self.fault(replica, Fault.GAP, now_s, live)
             self.go_on(live, replica, "gap", now_s, abort=True)
 
+    # --- errors of engines ---
+
+    def erred(self, live: Live, replica: Replica, error: str, now_s: float) -> None:
+        """The open attempt has ended with an error: the request is tried once more at its old place, or has ended too.
+
+        That is no continuation: nothing is before other work for it, and it is not counted as one.
+        """
+        self.fault(replica, Fault.ENGINE_ERROR, now_s, live)
+        live.erred_on = (*live.erred_on, replica.replica_id)
+        left, attempts = self.retries.left, len(live.erred_on)
+        until_s = min(live.deadlines_s(now_s, self._config.max_queue_s))
+        suspect = live.suspicion is not None
+        verdict = decide(self._config, left=left, attempts=attempts, suspect=suspect, until_s=until_s, now_s=now_s)
+        self._metrics.erred(verdict)
+        retried = verdict is Retry.RETRIED
+        live.decided(
+            now_s,
+            "retried" if retried else "not retried",
+            replica=replica.replica_id,
+            why=error if retried else verdict.value.replace("_", " "),
+            emitted=live.journal.next_index,
+            errors=attempts,
+            errors_max=self._config.retry_attempts,
+            budget_left=round(left, 2),
+            budget_share=self._config.retry_share,
+            budget_burst=self._config.retry_burst,
+        )
+        if not retried:
+            self._endings.finalize(live, Outcome.ENGINE_ERROR, error=error, engine_ended=True)
+            return
+        self.retries.spend()
+        self._endings.release(live, replica, now_s, taken_back=True)
+        self.enqueue(live, now_s)
+
     # --- replicas that fail ---
 
     def fault(self, replica: Replica, fault: Fault, now_s: float, live: Live | None = None) -> None:
-        """Something went wrong there, with an attempt of `live` if it concerns one; told before that attempt is over."""
-        mark, probe = Mark(now_s, fault), False
+        """Something went wrong there, with an attempt of `live` if it concerns one; told before that attempt is over.
+
+        An error of a request that has erred elsewhere may well be its own. It is held against this replica too, but puts it
+        out only together with a later one: no request puts out two.
+        """
+        mark, probe, may = Mark(now_s, fault), False, self._fleet.may_put_out(now_s)
         if live is not None:
             request = live.request
-            mark, probe = Mark(now_s, fault, request.request_id, request.tenant), replica.probe == request.request_id
-        before, may = replica.record, self._fleet.may_put_out(now_s)
+            own = fault is Fault.ENGINE_ERROR and any(name != replica.replica_id for name in live.erred_on)
+            mark = Mark(now_s, fault, request.request_id, request.tenant)
+            probe, may = replica.probe == request.request_id and not own, may and not own
+        before = replica.record
         after = after_fault(before, mark, self._config, self._rng, may_put_out=may, probe=probe)
         if after is before:
             return

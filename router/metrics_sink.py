@@ -35,6 +35,7 @@ from router.metrics_replicas import ReplicaMetrics
 from router.moving import MoveOutcome
 from router.outliers import Fault
 from router.proposals import Verdict
+from router.retries import Retry
 from router.tallies import Tallies
 from router.view import ReplicaView
 
@@ -124,6 +125,7 @@ class RouterMetrics:
         self._served_others = self._served.labels(names.OTHER_TENANTS)
         self._served_to: dict[str, Counter] = {}
         self._preemptions, self._continued = counter(names.PREEMPTIONS), counter(names.CONTINUED)
+        self._retries = counter(names.RETRIES)
         self._proposals, self._scale = counter(names.PROPOSALS), gauge(names.SCALE)
         self._moves, self._move_pause = counter(names.MOVES), histogram(names.MOVE_PAUSE)
         self._over_stated = histogram(names.OUTPUT_OVER_STATED, RATIO_BUCKETS)
@@ -165,6 +167,7 @@ class RouterMetrics:
             self._fenced.labels(kind)
         for counter, values in (
             (self._proposals, Verdict),
+            (self._retries, Retry),
             (self._moves, MoveOutcome),
             (self._refusals, RefusalReason),
             (self._ejections, Fault),
@@ -214,6 +217,10 @@ class RouterMetrics:
 
     def continued(self, reason: str) -> None:
         self._continued.labels(reason).inc()
+
+    def erred(self, verdict: Retry) -> None:
+        """An engine has ended an attempt with an error."""
+        self._retries.labels(verdict.value).inc()
 
     def moved(self, outcome: MoveOutcome) -> None:
         """What came of a move."""

@@ -157,10 +157,17 @@ class Ending(msgspec.Struct, frozen=True, gc=False):
     retry_after_s: int | None = None
     cached_tokens: int = 0
     """Of the prompt, those that the attempt that gave the first token did not compute."""
+    failed_on_several: bool = False
+    """Engines of several replicas have ended it with an error: the next would too."""
 
     @property
     def meaning(self) -> Meaning:
         return MEANINGS[self.outcome]
+
+    @property
+    def again(self) -> bool:
+        """Whether the same request may be sent again, as for `Meaning`."""
+        return self.meaning.again and not self.failed_on_several
 
     @property
     def message(self) -> str:

@@ -12,7 +12,7 @@ from ops.dashboards.panels import COUNT, PER_MINUTE, REPLICAS, SECONDS, TIMES, T
 from ops.dashboards.queries import gauge, per_minute
 
 _MOVES = Row(
-    "Moves and continuations",
+    "Moves, continuations and retries",
     (
         lines(
             "Moves, by outcome",
@@ -21,6 +21,7 @@ _MOVES = Row(
             PER_MINUTE,
             Query(per_minute(metrics.MOVES, "outcome"), "{{outcome}}"),
             stacked=True,
+            width=6,
             runbook="ForebayMovesFailing",
         ),
         lines(
@@ -28,6 +29,7 @@ _MOVES = Row(
             "How long its client got nothing: from the word that it stands still to its first token elsewhere.",
             SECONDS,
             *quantiles(metrics.MOVE_PAUSE),
+            width=6,
         ),
         lines(
             "Continued elsewhere, by reason",
@@ -35,6 +37,17 @@ _MOVES = Row(
             PER_MINUTE,
             Query(per_minute(metrics.CONTINUED, "reason"), "{{reason}}"),
             stacked=True,
+            width=6,
+        ),
+        lines(
+            "Errors of engines, by what was decided",
+            "`retried`: tried once more, and unseen by its client unless `failed_again`. `budget_spent`: more of them fail than "
+            "router.retry_share allows for.",
+            PER_MINUTE,
+            Query(per_minute(metrics.RETRIES, "outcome"), "{{outcome}}"),
+            stacked=True,
+            width=6,
+            runbook="ForebayRequestsFailing",
         ),
     ),
 )

@@ -100,6 +100,7 @@ class Held:
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
+    error: str = ""
     moves_to: tuple[int, RosterEntry] | None = None
     frozen: bool = False
 
@@ -141,12 +142,13 @@ class Held:
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None:
             logprobs = tuple(score(self.ids[k], k, sampling.logprobs) for k in range(index, self.made))
-        if sampling.prompt_logprobs is not None and index == len(request.emitted_ids):
+        unscored = self.finish is FinishReason.ERROR and not self.ids[index:]
+        if sampling.prompt_logprobs is not None and index == len(request.emitted_ids) and not unscored:
             ids = enumerate(request.prompt_ids[1:], start=1)
             prompt_logprobs = tuple(score(token, k, sampling.prompt_logprobs) for k, token in ids)
         return TokenDelta(
             request.request_id, self.attempt, index, tuple(self.ids[index:]), tuple(self.pieces[index:]), self.finish,
-            logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+            self.error, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         )  # fmt: skip
 
 
@@ -341,6 +343,14 @@ class FakeReplica:
     def forget(self, request_id: RequestId) -> None:
         self.held.pop(request_id, None)
         self.done.pop(request_id, None)
+
+    def fail(self, *names: RequestId, error: str = "it failed") -> None:
+        """End these with an error, and put that under way."""
+        for name in names:
+            held = self.done[name] = self.held.pop(name)
+            self._leave_target(held)
+            held.finish, held.error = FinishReason.ERROR, error
+            self.frames.append(StepFrame(self.report(), (held.delta(held.made),)))
 
     def step(self) -> None:
         """Run one iteration and put its frame under way."""

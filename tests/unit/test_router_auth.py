@@ -477,19 +477,19 @@ async def _finishes(world: World, http: httpx.AsyncClient, stream: bool) -> None
 async def _fails_in_the_engine(world: World, http: httpx.AsyncClient, stream: bool) -> None:
     asking = asyncio.create_task(http.post("/v1/completions", json=TEXT | {"stream": stream}))
     await world.until(lambda: world.replica.held)
-    request_id = world.held().request_id
-    world.replica.forget(request_id)
-    world.replica.send(TokenDelta(request_id, 1, 0, (), (), FinishReason.ERROR, "bad"))
+    for _ in range(2):  # the second time it is no more tried again
+        world.replica.fail(world.held().request_id)
+        world.replica.deliver()
     assert (await asking).status_code == 500
 
 
 async def _breaks_after_its_first_token(world: World, http: httpx.AsyncClient, stream: bool) -> None:
     asking = asyncio.create_task(http.post("/v1/completions", json=TEXT | {"stream": stream}))
     await world.until(lambda: world.replica.held)
-    world.replica.turn()
-    request_id = world.held().request_id
-    world.replica.forget(request_id)
-    world.replica.send(TokenDelta(request_id, 1, 1, (), (), FinishReason.ERROR, "bad"))
+    for _ in range(2):
+        world.replica.turn()
+        world.replica.fail(world.held().request_id)
+        world.replica.deliver()
     await asking
 
 

@@ -157,7 +157,7 @@ async def test_client_gone_aborts_all_its_choices(tiny_model: ModelFolder, strea
 
 
 async def test_error_of_one_choice_ends_the_request_and_aborts_the_others(tiny_model: ModelFolder) -> None:
-    async with serving(tiny_model, auto=False) as world, plain_client(world) as http:
+    async with serving(tiny_model, auto=False, retry_share=0) as world, plain_client(world) as http:
         body = TEXT | {"n": 3, "max_tokens": 50}
         for stream in (True, False):
             before = len(world.replica.added)

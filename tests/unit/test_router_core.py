@@ -361,7 +361,7 @@ def test_delta_that_cannot_be_ends_the_attempt_and_the_request_goes_on(delta: To
 
 
 def test_engine_error_ends_one_request_with_its_message() -> None:
-    bench = Bench()
+    bench = Bench(RouterConfig(retry_share=0))
     replica = bench.replica()
     bad, good = bench.submit("bad"), bench.submit("good")
     replica.send(TokenDelta(bad.request_id, 1, 0, (), (), FinishReason.ERROR, "NaN in the logits"))

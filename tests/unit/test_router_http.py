@@ -216,7 +216,7 @@ async def test_what_killed_its_engines_is_told_not_to_come_again(tiny_model: Mod
 
 
 async def test_engine_error_is_a_500_for_that_request_alone(tiny_model: ModelFolder) -> None:
-    async with serving(tiny_model, auto=False) as world, plain_client(world) as http:
+    async with serving(tiny_model, auto=False, retry_share=0) as world, plain_client(world) as http:
         asking = asyncio.create_task(http.post("/v1/completions", json=TEXT))
         await world.until(lambda: world.replica.held)
         request_id = world.held().request_id
@@ -231,7 +231,7 @@ async def test_engine_error_on_a_prompt_that_is_scored_is_told_as_any_other(
     tiny_model: ModelFolder, prompt: object, stream: bool
 ) -> None:
     body = TEXT | {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 0, "stream": stream}
-    async with serving(tiny_model, auto=False) as world, plain_client(world) as http:
+    async with serving(tiny_model, auto=False, retry_share=0) as world, plain_client(world) as http:
         asking = asyncio.create_task(http.post("/v1/completions", json=body))
         await world.until(lambda: world.replica.held)
         request_id = world.held().request_id

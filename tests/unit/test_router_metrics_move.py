@@ -110,6 +110,14 @@ def an_engine_dies_and_a_link_breaks(bench: Bench) -> set[str]:
     return while_suspected
 
 
+def an_engine_fails_on_a_request(bench: Bench) -> set[str]:
+    replica = bench.replica()
+    bench.submit("a")
+    replica.fail(RequestId("a"))
+    replica.deliver()
+    return set()
+
+
 def a_request_moves(bench: Bench) -> set[str]:
     source = bench.replica("r1")
     bench.submit("a", tokens=8)
@@ -148,6 +156,7 @@ HAPPENINGS: tuple[Callable[[Bench], set[str]], ...] = (
     a_gate_keeps_back,
     a_replica_refuses_repeats_and_leaves_out,
     an_engine_dies_and_a_link_breaks,
+    an_engine_fails_on_a_request,
     a_request_moves,
     a_report_tells_all_that_it_can,
     the_controller_decides_how_many_replicas_there_are_to_be,

@@ -15,7 +15,7 @@ from router.outliers import CLEAN, JITTER, Fault, Mark, Record, after_fault, aft
 from router.view import Condition
 from tests.unit.fake_replica import Bench, FakeReplica
 
-CONFIG = RouterConfig(outlier_faults=3, outlier_window_s=60, out_for_s=10, out_longest_s=100)
+CONFIG = RouterConfig(outlier_faults=3, outlier_window_s=60, out_for_s=10, out_longest_s=100, retry_share=0)
 
 
 def after(*marks: Mark, record: Record = CLEAN, may_put_out: bool = True, probe: bool = False) -> Record:

@@ -1,4 +1,4 @@
-"""The router's core under anything that can happen: submits, cancels, losses, breaks, refusals, repeats, gaps and moves.
+"""The router's core under anything that can happen: submits, cancels, losses, breaks, refusals, repeats, gaps, errors and moves.
 
 Safety is checked after every step, liveness at the end: once faults stop, every request has ended, exactly once.
 """
@@ -23,6 +23,7 @@ from router.terms import Terms
 from tests.unit.fake_replica import Bench, FakeReplica, Manner, expected_ids, expected_text, score
 
 NAMES = ("r1", "r2")
+REFUSED = {Outcome.REJECTED_DEADLINE, Outcome.REJECTED_WAIT, Outcome.REJECTED_NO_REPLICA, Outcome.REJECTED_QUEUE_FULL}
 CLASSES = ("interactive", "standard", "batch")
 MAX_ATTEMPTS = 6
 TENANTS = ("a", "b", "c")
@@ -34,6 +35,8 @@ CONFIG = RouterConfig(
     minimum_share=0.2,
     ageing_after_s=3,
     moves_at_once=2,
+    retry_share=0.25,
+    retry_burst=2,
     tenants=tuple(TenantConfig(name=name, weight=weight) for name, weight in WEIGHTS.items()),
 )
 
@@ -213,6 +216,13 @@ class RouterMachine(RuleBasedStateMachine):
         if held and name not in self.linked:
             self.replicas[name].forget(data.draw(st.sampled_from(held)))
 
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def fail(self, name: str, data: st.DataObject) -> None:
+        """The engine ends a request with an error."""
+        held = sorted(held for held, attempt in self.replicas[name].held.items() if not attempt.frozen)
+        if held:
+            self.replicas[name].fail(data.draw(st.sampled_from(held)))
+
     @rule(name=st.sampled_from(NAMES))
     def break_link(self, name: str) -> None:
         if name in self.linked:
@@ -343,6 +353,15 @@ class RouterMachine(RuleBasedStateMachine):
         if got or finished or of_prompt:
             assert of_prompt == [score(token, k, sampling.logprobs) for k, token in ids]
 
+    @invariant()
+    def errors_are_retried_within_the_budget_and_each_request_once(self) -> None:
+        let_in = sum(self.bench.outcome(r) not in REFUSED for r in self.requests)
+        retried = self.bench.metric("forebay_retries_total", outcome="retried")
+        assert retried <= CONFIG.retry_share * let_in + CONFIG.retry_burst
+        assert all(len(live.erred_on) < CONFIG.retry_attempts for live in self.lives().values())
+        ended = self.bench.metric("forebay_retries_total", outcome="failed_again")
+        assert ended <= retried
+
     # --- and in the end ---
 
     def teardown(self) -> None:
@@ -377,7 +396,7 @@ class RouterMachine(RuleBasedStateMachine):
         allowed = {
             Outcome.FINISHED, Outcome.CANCELLED, Outcome.REPLICA_LOST, Outcome.REJECTED_TOO_LARGE,
             Outcome.EXPIRED_IN_QUEUE, Outcome.TIMED_OUT, Outcome.REJECTED_DEADLINE, Outcome.REJECTED_WAIT,
-            Outcome.QUARANTINED, Outcome.REJECTED_NO_REPLICA,
+            Outcome.QUARANTINED, Outcome.REJECTED_NO_REPLICA, Outcome.ENGINE_ERROR,
         }  # fmt: skip
         assert {self.bench.outcome(r) for r in self.requests} <= allowed
         total = sum(
