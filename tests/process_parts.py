@@ -63,6 +63,13 @@ class Hold(Line, frozen=True):
     tokens: int | None
 
 
+class Err(Line, frozen=True):
+    """Its model computes no numbers for a sequence that has `tokens` tokens, prompt and output, and draws the next; None heals
+    it."""
+
+    tokens: int | None
+
+
 class Freeze(Line, frozen=True):
     """Stop the process, as SIGSTOP from outside does, while it holds tokens that it has not sent."""
 
@@ -87,16 +94,17 @@ class UntilMoveHeld(Line, frozen=True):
     """Answered once it has come to a call that it was told to hold."""
 
 
-Told = Hold | Freeze | Drain | HoldMoves | UntilMoveHeld
+Told = Hold | Err | Freeze | Drain | HoldMoves | UntilMoveHeld
 
 
 class FaultyBackend(PaddedBackend):
-    """Its steps can be held, and a prompt can kill it."""
+    """Its steps can be held, it can compute nothing for who has come far enough, and a prompt can kill it."""
 
     def __init__(self, inner: Backend, step_s: float, row_s: float) -> None:
         super().__init__(inner, step_s, row_s)
         self._changed = threading.Condition()
         self._held_at: int | None = None
+        self.errs_at: int | None = None
 
     def hold(self, tokens: int | None) -> None:
         with self._changed:
@@ -108,10 +116,21 @@ class FaultyBackend(PaddedBackend):
             os.kill(os.getpid(), signal.SIGKILL)
         with self._changed:
             self._changed.wait_for(lambda: not any(map(self._is_held, rows)))
-        return super().run(rows, padding_tokens)
+        ran, errs_at = super().run(rows, padding_tokens), self.errs_at
+        if errs_at is None:
+            return ran
+        return [
+            msgspec.structs.replace(output, token_id=None, logprob=None) if _draws(row, errs_at) else output
+            for row, output in zip(rows, ran, strict=True)
+        ]
 
     def _is_held(self, row: Row) -> bool:
-        return self._held_at is not None and row.sample is not None and row.start + len(row.token_ids) >= self._held_at
+        return self._held_at is not None and _draws(row, self._held_at)
+
+
+def _draws(row: Row, tokens: int) -> bool:
+    """Whether its sequence has so many tokens or more, and draws the next."""
+    return row.sample is not None and row.start + len(row.token_ids) >= tokens
 
 
 class MoveGate:
@@ -280,6 +299,8 @@ async def replica(
         match told := decode(line):
             case Hold(tokens):
                 backend.hold(tokens)
+            case Err(tokens):
+                backend.errs_at = tokens
             case Freeze():
                 runner.freezes = True
             case Drain():

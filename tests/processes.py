@@ -26,7 +26,7 @@ from ops.bench.router_run import Part
 from ops.bench.router_wire import Listening
 from tests.forks import Forked
 from tests.line import read_metric, until
-from tests.process_parts import Drain, Freeze, Hold, HoldMoves, MoveCall, Told, UntilMoveHeld
+from tests.process_parts import Drain, Err, Freeze, Hold, HoldMoves, MoveCall, Told, UntilMoveHeld
 from tests.ray.streams import client_of
 
 START_TIMEOUT_S = 60.0
@@ -102,6 +102,10 @@ class ReplicaPart(Process):
     async def hold(self, tokens: int | None) -> None:
         """No sequence gets longer than that; see `process_parts.Hold`."""
         await self._told(Hold(tokens))
+
+    async def err(self, tokens: int | None) -> None:
+        """Whoever comes to so many tokens there ends with an error; see `process_parts.Err`."""
+        await self._told(Err(tokens))
 
     async def freeze(self) -> None:
         """Returns when it has stopped. Something must run on it."""

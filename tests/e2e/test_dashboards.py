@@ -54,6 +54,7 @@ ZERO = {
     "forebay-replicas / Put out for faults / B": "the replica that is put out is one that has died, and it leaves the roster",
     "forebay-replicas / Prompt tokens that were run / B": "batching is continuous, and pads nothing",
     "forebay-replicas / Urgent work that had to wait / A": "a fault of its own: there is always one that can be preempted",
+    "forebay-decisions / Errors of engines, by what was decided / A": "a fault of its own: no engine errs here",
     "forebay-decisions / Of superseded controllers / A": "there is one that leads, and none before it",
     "forebay-decisions / Deltas dropped and asked for again / A": "only what is on its way as an attempt ends comes too late",
     "forebay-decisions / Deltas dropped and asked for again / B": "no token is lost on the way",

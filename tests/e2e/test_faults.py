@@ -27,6 +27,7 @@ from cluster.metrics import (
     REPLICA_RUNNING,
     REPLICA_WAITING,
     REQUESTS,
+    RETRIES,
     TOKENS_OUT,
 )
 from cluster.model import ModelFolder
@@ -320,6 +321,58 @@ async def _read_slowly(url: str) -> bytes:
 def address(url: str) -> tuple[str, int]:
     host, _, port = url.removeprefix("http://").partition(":")
     return host, int(port)
+
+
+# --- a replica that errs ---
+
+
+@pytest.mark.timeout(120)
+async def test_errors_of_a_replica_leave_no_mark_in_any_stream_where_another_replica_goes_on(
+    tiny_model: ModelFolder, tmp_path: Path
+) -> None:
+    """Its model computes no numbers from a token on: the first, the second, one within and the last. It is never put out
+    here, so it errs on all that it gets."""
+    profile = PROFILE.model_copy(update={"router": PROFILE.router.model_copy(update={"outlier_faults": 10_000})})
+    async with running_cluster(tiny_model, profile, tmp_path, step_s=SHORT_STEP_S) as cluster:
+        length = 40
+        undisturbed = {name: Heard(cluster.client, max_tokens=length, **fields) for name, fields in KINDS.items()}
+        await asyncio.gather(*(heard.task for heard in undisturbed.values()))
+        text = undisturbed["greedy"].said()[0]["text"]
+        sick, retried = cluster.replicas[0], 0.0
+        for tokens in (0, 1, 20, length - 1):
+            await sick.err(len(PROMPT) + tokens)
+            streams = {name: Heard(cluster.client, max_tokens=length, **fields) for name, fields in KINDS.items()}
+            stop = across(text, len(text) // 2)
+            stopped = Heard(cluster.client, max_tokens=length, stop=[stop])
+            await asyncio.gather(*(heard.task for heard in (*streams.values(), stopped)))
+            for name, heard in streams.items():
+                assert heard.said() == undisturbed[name].said(), f"{name}, after {tokens}"
+                if name == "logprobs":
+                    assert heard.logprobs() == pytest.approx(undisturbed[name].logprobs(), abs=1e-4)
+            assert stopped.said()[0]["text"] == text[: text.index(stop)]
+            before, retried = retried, await cluster.metric(RETRIES, outcome="retried")
+            assert retried > before, "one of them at least was with the replica that errs"
+            for heard in (*streams.values(), stopped):
+                events = [d["event"] for d in (await explained(cluster, heard))["decisions"]]
+                assert len(went := await placed(cluster, heard)) == 1 + events.count("retried")
+                assert len(set(went)) == len(went), "it was tried again elsewhere"
+        assert await cluster.metric(RETRIES) == retried, "each error was tried again once, and none failed again"
+        assert await cluster.metric(CONTINUED) == 0
+        assert await cluster.metric(REQUESTS, outcome="finished") == await cluster.metric(REQUESTS)
+
+
+@pytest.mark.timeout(60)
+async def test_where_both_replicas_err_the_client_is_told_so_and_not_to_send_it_again(cluster: Cluster) -> None:
+    for replica in cluster.replicas:
+        await replica.err(0)
+    whole = await cluster.client.post("/v1/completions", json=body(stream=False, stream_options=None))
+    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "engine_error")
+    assert whole.headers["x-should-retry"] == "false"
+    await cluster.replicas[0].err(None)
+    await cluster.replicas[1].err(None)
+    healed = Heard(cluster.client, max_tokens=5)
+    await healed.task
+    assert healed.said()
 
 
 # --- a replica that freezes ---
