@@ -223,6 +223,20 @@ class RouterMachine(RuleBasedStateMachine):
         if held:
             self.replicas[name].fail(data.draw(st.sampled_from(held)))
 
+    @precondition(lambda self: self.linked == set(NAMES))
+    @rule(
+        times=st.integers(1, 3), made=st.integers(0, 3), tokens=st.integers(0, 12), logprobs=st.sampled_from([None, 2])
+    )
+    def fail_at_once(self, times: int, made: int, tokens: int, logprobs: int | None) -> None:
+        """What comes now runs for a while, and fails wherever it is."""
+        self.submit("interactive", tokens, 8, logprobs, logprobs is not None, "a", Terms())
+        for _ in range(times):
+            for replica in self.replicas.values():
+                for _ in range(made):
+                    replica.step()
+                replica.fail(*{self.requests[-1].request_id}.intersection(replica.held))
+                replica.deliver()
+
     @rule(name=st.sampled_from(NAMES))
     def break_link(self, name: str) -> None:
         if name in self.linked:
