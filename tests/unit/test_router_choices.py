@@ -226,7 +226,9 @@ async def test_logprobs_stay_whole_when_a_replica_is_lost_under_the_stream(tiny_
         for _ in range(24):
             other.turn()
         choices = by_index(chunks_of(await events(await asking)))
-        assert [len(r.emitted_ids) for r, _ in other.added] == [9] * n
+        # Ids are drawn by chance, and tokens follow from them: one may have ended before.
+        going_on = [r for r, _ in world.replica.added if len(drawn(r, tiny_model)) >= 9]
+        assert [len(r.emitted_ids) for r, _ in other.added] == [9] * len(going_on)
         for request, _ in world.replica.added:
             ids = drawn(request, tiny_model)
             of_choice = choices[request.choice]
