@@ -5,7 +5,8 @@ Invariant: a replica's record is bounded.
 
 What counts are faults of different requests in a row: none of them is held against a replica once a request has ended well
 there. (Broken links have a window of time instead: between two of them requests may well end.) An error that an engine
-reports may be the fault of the request as well as of the replica, so errors of one tenant alone count half. What a client
+reports may be the fault of the request as well as of the replica, so errors of one tenant alone count half, and one of a
+request that has erred on another replica puts this one out only together with a later fault (`losses`). What a client
 does (400s, 429s, hanging up, reading slowly) and what a replica has the right to say (full, draining) is no fault.
 
 A replica that is put out keeps the work that it has. When its time is over it is half open: it gets one request, and
