@@ -1,5 +1,5 @@
 """What `ray job submit` starts: Forebay itself on a Ray cluster that runs, a batch on it, a load test of it. What is seen of the
-batch on the dashboards, and an alert that is delivered."""
+batch on the dashboards, an alert that is delivered, and what becomes of batches whose cluster is started again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,15 @@ import psutil
 import pytest
 
 from cluster.config import DEFAULT_CLASSES
+from cluster.metrics import REQUESTS
 from cluster.model import ModelFolder
+from cluster.types import Outcome
 from deployments.checks import free_ports
 from ops.alerts.__main__ import RULES_FILE
 from tests.alertmanager import ALERTMANAGER, Webhook, alertmanager, webhook
 from tests.alerts.kit import ALERTS
 from tests.e2e.test_dashboards import queries
-from tests.line import until
+from tests.line import read_metric, until
 from tests.prometheus import PROMETHEUS, SCRAPE_INTERVAL_S, prometheus, query, query_range
 from tests.ray.conftest import Endpoint
 from tests.ray.streams import Reader, body, client_of
@@ -58,13 +60,45 @@ TTFT_MORE_S = 0.5
 
 @dataclass
 class Cluster:
-    """A Ray cluster as its operator has it. `submit` is the command that people give."""
+    """A Ray cluster as its operator has it, from `start` to `stop` or `kill`, and from `start` again."""
 
     folder: Path
-    dashboard: str
     model: ModelFolder
-    head: subprocess.Popen[str]
     port: int
+    dashboard: str = field(init=False)
+    head: subprocess.Popen[str] = field(init=False)
+
+    def start(self) -> None:
+        # Jobs call `python` by this name.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self.head = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray.head", str(self.folder), "{}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PATH": path},
+        )
+        assert self.head.stdout is not None
+        self.dashboard = next(line.strip() for line in self.head.stdout if line.startswith("http"))
+
+    def stop(self) -> None:
+        assert self.head.stdin is not None
+        assert self.head.stdout is not None
+        self.head.stdin.close()
+        with self.head.stdout as output:
+            output.read()
+        self.head.wait(60)
+
+    def kill(self) -> None:
+        """Everything that it consists of at once, what runs on it too; returns when it is gone."""
+        family = psutil.Process(self.head.pid).children(recursive=True)
+        self.head.kill()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, left = psutil.wait_procs(family, timeout=LIMIT_S)
+        assert not left
+        self.stop()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -149,34 +183,20 @@ def cluster(tiny_model: ModelFolder) -> Iterator[Cluster]:
     for name in ("ray-token", "secret"):
         (folder / name).touch(mode=0o600)
         (folder / name).write_text(secrets.token_hex(32))
-    # Jobs call `python` by this name.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.ray.head", str(folder), "{}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PATH": path},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
+    made = Cluster(folder, tiny_model, free_ports("127.0.0.1", 1))
+    profile = {
+        "model": str(tiny_model.path),
+        "served_name": "tiny-llama",
+        "replicas": 2,
+        "engine": {"blocks": 1024, "max_model_len": 1024, "slots": 16, "step_token_budget": 64},
+        "router": {"port": made.port, "classes": CLASSES},
+    }
+    made.profile.write_text(json.dumps(profile))
+    made.start()
     try:
-        url = next(line.strip() for line in process.stdout if line.startswith("http"))
-        made = Cluster(folder, url, tiny_model, process, free_ports("127.0.0.1", 1))
-        profile = {
-            "model": str(tiny_model.path),
-            "served_name": "tiny-llama",
-            "replicas": 2,
-            "engine": {"blocks": 1024, "max_model_len": 1024, "slots": 16, "step_token_budget": 64},
-            "router": {"port": made.port, "classes": CLASSES},
-        }
-        made.profile.write_text(json.dumps(profile))
         yield made
     finally:
-        process.stdin.close()
-        with process.stdout as output:
-            output.read()
-        process.wait(60)
+        made.stop()
         shutil.rmtree(folder)
 
 
@@ -377,3 +397,61 @@ def test_a_load_test_runs_as_a_job_and_its_report_is_in_the_log(cluster: Cluster
     report = json.loads(next(line for line in cluster.end(job).splitlines() if line.startswith('{"command"')))
     rows = {row["name"]: row["value"] for row in report["rows"]}
     assert (rows["all.requests"], rows["all.errors"]) == (len(Path(trace).read_text().splitlines()) - 1, 0)
+
+
+class Batch:
+    """One of `lines` lines, with its files in a folder."""
+
+    def __init__(self, folder: Path, name: str, lines: int) -> None:
+        self._into, self._out, self.lines = folder / f"{name}.in.jsonl", folder / f"{name}.out.jsonl", lines
+        write_batch(self._into, lines)
+        self.command = ("deployments.jobs.batch", "--input", str(self._into), "--output", str(self._out))
+
+    def answered(self) -> list[str]:
+        """The whole lines of its output."""
+        *whole, _ = self._out.read_text().split("\n") if self._out.exists() else [""]
+        return whole
+
+
+async def test_batches_in_and_beside_a_cluster_that_is_started_again_go_on_where_they_were(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """One that is a job of it, submitted again; one that runs outside, which waits for a router to be back."""
+    inside, outside = batches = Batch(tmp_path, "inside", 300), Batch(tmp_path, "outside", 120)
+
+    async def fewest() -> int:
+        return min(len(batch.answered()) for batch in begun)
+
+    cluster.begin(*inside.command, "--concurrency-max", "8")  # so that it lasts until the other has begun too
+    begun = [inside]
+    await until(fewest, bool, LIMIT_S)
+    own = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *outside.command, "--url", cluster.endpoint.url, stdout=asyncio.subprocess.PIPE
+    )
+    begun = [inside, outside]
+    await until(fewest, lambda lines: lines >= 10, LIMIT_S)
+    await asyncio.to_thread(cluster.kill)
+    began_s = time.monotonic()
+    await asyncio.to_thread(cluster.start)
+    kept = [batch.answered() for batch in batches]  # also what was on its way to the disk
+    secret = ("--secret", str(cluster.folder / "secret"))
+    await asyncio.to_thread(lambda: cluster.end(cluster.begin(*cluster.up(*secret, "--set", "replicas=1", "--wait"))))
+    away_s = time.monotonic() - began_s
+    assert f"all {inside.lines} lines answered, 0 of them failed" in await asyncio.to_thread(
+        lambda: cluster.end(cluster.begin(*inside.command))
+    )
+    said, _ = await own.communicate()
+    assert own.returncode == 0
+    assert f"all {outside.lines} lines answered, 0 of them failed" in said.decode()
+
+    for batch, before in zip(batches, kept, strict=True):
+        lines = batch.answered()
+        assert lines[: len(before)] == before
+        assert sorted(json.loads(line)["custom_id"] for line in lines) == sorted(
+            f"line-{number}" for number in range(batch.lines)
+        )
+    async with client_of(cluster.endpoint.url) as client:
+        served = await read_metric(client, REQUESTS, priority_class="batch", outcome=Outcome.FINISHED.value)
+    print(f"{[len(before) for before in kept]} answered before; without a router for {away_s:.1f} s; {served:.0f} sent")
+    assert all(10 <= len(before) < batch.lines for batch, before in zip(batches, kept, strict=True))
+    assert served == sum(batch.lines for batch in batches) - sum(map(len, kept))
