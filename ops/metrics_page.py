@@ -21,11 +21,13 @@ from cluster.ports import EngineProgress
 from cluster.types import EngineLoad, Outcome, PreemptionMeans, RefusalReason
 from deployments.exposition import ControllerFigures, Kind, ReplicaFigures
 from deployments.kube.figures import Figures, KubernetesFigures
+from router.errors import AT_THE_DOOR
 from router.metrics_sink import ADMITTED, QUEUED, REFUSED_AT_ARRIVAL, ControllerMetrics, DoorMetrics, RouterMetrics
 from router.moving import MoveOutcome
 from router.outliers import Fault
 from router.proposals import Verdict
 from router.retries import Retry
+from router.returns import RETURNS
 from router.view import Condition
 
 PAGE = Path(__file__).parent / "docs" / "metrics.md"
@@ -47,8 +49,8 @@ step. A router's gauges are computed when it is asked.
 
 A counter `x` is shown as `x_total`, a histogram as `x_bucket`, `x_sum` and `x_count`. Times are in seconds, *tokens* are the
 model's, *weighted* ones count a prompt's and an output's by `router.prompt_token_weight` and `router.output_token_weight`.
-Every value of a label that comes from the profile or from the table at the end is there from the start, at 0, in the
-counters and histograms of requests: a rate sees the first event.
+Every value of a label that comes from the profile or from the table at the end is there from the start, at 0, in all
+counters and in the histograms of requests: a rate sees the first event.
 """
 _VALUES = """
 ## Values of labels
@@ -118,7 +120,10 @@ def all_values() -> tuple[Values, ...]:
         Values("outcome", (names.MOVES,), _each(MoveOutcome)),
         Values("outcome", (names.PROPOSALS,), _each(Verdict)),
         Values("reason", (names.REFUSALS,), _each(RefusalReason)),
+        Values("reason", (names.CONTINUED,), _each(RETURNS)),
         Values("fault", (names.EJECTIONS,), _each(Fault)),
+        Values("status", (names.TURNED_AWAY,), tuple(dict.fromkeys(str(status) for status, _ in AT_THE_DOOR))),
+        Values("code", (names.TURNED_AWAY,), tuple(code for _, code in AT_THE_DOOR)),
         Values("kind", (names.FENCED,), ("stale", "repeat")),
         Values("condition", (names.REPLICAS,), _each(Condition)),
         Values("figure", (names.SCALE,), ("wanted", *names.SCALE_FIGURES)),

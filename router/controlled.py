@@ -17,6 +17,7 @@ from router.mover import Mover
 from router.parts import Parts
 from router.proposals import Demand, Found, Verdict, judge
 from router.relocate import place_to_go
+from router.returns import Return
 from router.routing import Placement
 from router.view import Replica
 
@@ -90,7 +91,7 @@ class Controlled:
             assert live is not None
             self._left_s[propose.request_id] = now_s
             live.decided(now_s, "called_back", propose.numbers, replica=propose.source, why=propose.why)
-            self._losses.go_on(live, source, "called_back", now_s, abort=True, lost=False)
+            self._losses.go_on(live, source, Return.CALLED_BACK, now_s, abort=True, lost=False)
         return verdict
 
     def _is_busy(self, live: Live) -> bool:

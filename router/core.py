@@ -57,6 +57,7 @@ from router.outliers import Fault
 from router.parts import Parts
 from router.proposals import Verdict
 from router.recent import Note
+from router.returns import Return
 from router.status import band_statuses, move_statuses, show, unroutable
 from router.stream import Pushed, Stream
 from router.terms import NO_TERMS, Terms
@@ -242,7 +243,7 @@ class RouterCore:
                 return False
             case New(replica, replaced):
                 if replaced is not None:
-                    self._mover.replica_gone(replaced, "replaced", now_s)
+                    self._mover.replica_gone(replaced, Return.REPLACED, now_s)
             case Known(replica):
                 for request_id, attempt in replica.take_left_behind():
                     port.abort(request_id, attempt)
@@ -269,7 +270,7 @@ class RouterCore:
         if replica is not None:
             _log.warning("replica %s is lost with %d requests: %s", replica_id, len(replica.reservations), why)
             now_s = self._begin()
-            self._mover.replica_gone(replica, "lost", now_s)
+            self._mover.replica_gone(replica, Return.LOST, now_s)
             self._pump(now_s)
 
     def frame(self, replica_id: ReplicaId, generation: Generation, frame: StepFrame) -> None:
@@ -301,7 +302,7 @@ class RouterCore:
         for replica in self._fleet.fenced(now_s):
             for request_id in list(replica.reservations):
                 # Silence is no death: nobody is suspect for it.
-                self._losses.go_on(self._live[request_id], replica, "fenced", now_s, abort=True)
+                self._losses.go_on(self._live[request_id], replica, Return.FENCED, now_s, abort=True)
         for request_id in self._gaps.unanswered(now_s - self._config.silent_after_s):
             self._losses.ask_again(self._live[request_id], now_s)
         self._expire(now_s)
@@ -408,7 +409,7 @@ class RouterCore:
             case Broken(why):
                 _log.error("replica %s sent a delta that cannot be: %s", replica.replica_id, why)
                 self._losses.fault(replica, Fault.BROKEN, now_s, live)
-                self._losses.go_on(live, replica, "broken", now_s, abort=True)
+                self._losses.go_on(live, replica, Return.BROKEN, now_s, abort=True)
             case _:
                 assert_never(verdict)
 
@@ -448,7 +449,7 @@ class RouterCore:
             case FinishReason.ERROR:
                 self._losses.erred(live, replica, error, now_s)
             case FinishReason.ABORT:
-                self._losses.go_on(live, replica, "aborted", now_s, abort=False)
+                self._losses.go_on(live, replica, Return.ABORTED, now_s, abort=False)
             case _:
                 assert_never(new.finish)
 
@@ -458,7 +459,7 @@ class RouterCore:
             return
         self._dispatcher.preempted(live, replica, preempted, now_s)
         if live.suspicion is not None:  # paused it would hold up the trials of all others
-            self._losses.go_on(live, replica, "preempted", now_s, abort=True, lost=False)
+            self._losses.go_on(live, replica, Return.PREEMPTED, now_s, abort=True, lost=False)
 
     def _refused(self, replica: Replica, refusal: Refusal, now_s: float) -> None:
         live = self._live.get(refusal.request_id)
@@ -471,7 +472,7 @@ class RouterCore:
         lost = refusal.reason is RefusalReason.OVERFLOW
         if lost:
             self._losses.fault(replica, Fault.OVERFLOW, now_s, live)
-        self._losses.go_on(live, replica, refusal.reason.value, now_s, abort=False, lost=lost, refused=not lost)
+        self._losses.go_on(live, replica, refusal.reason, now_s, abort=False, lost=lost, refused=not lost)
 
 
 def _drop_stale(delta: TokenDelta, replica: Replica, metrics: RouterMetrics) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 
-from cluster.types import FinishReason, Outcome, ReplicaState
+from cluster.types import FinishReason, Outcome, RefusalReason, ReplicaState
 from router.live import Live
 from router.outliers import Fault, Mark, after_fault, after_success
 from router.parts import Parts
 from router.retries import Retry, RetryBudget, decide
+from router.returns import Return
 from router.routing import Placement
 from router.suspects import Trial
 from router.view import Replica
@@ -40,7 +41,7 @@ class Losses:
         self,
         live: Live,
         replica: Replica,
-        why: str,
+        why: Return | RefusalReason,
         now_s: float,
         *,
         abort: bool,
@@ -58,7 +59,7 @@ class Losses:
         live.continued |= not refused or live.first_token_s is not None
         if abort:
             replica.abort(live.request.request_id, attempt)
-        live.decided(now_s, "returned", replica=replica.replica_id, why=why, emitted=live.journal.next_index)
+        live.decided(now_s, "returned", replica=replica.replica_id, why=why.value, emitted=live.journal.next_index)
         if live.journal.complete:
             self._endings.finalize(live, Outcome.FINISHED, finish=FinishReason.LENGTH)
             return
@@ -70,7 +71,7 @@ class Losses:
                 return
         self.enqueue(live, now_s)
 
-    def replica_gone(self, replica: Replica, why: str, now_s: float) -> None:
+    def replica_gone(self, replica: Replica, why: Return, now_s: float) -> None:
         """An incarnation is over: all that was open there goes on elsewhere, but for who killed it."""
         blamed = self._died(replica, now_s)
         for live in [self._lives[name] for name in replica.reservations]:
@@ -94,7 +95,7 @@ class Losses:
             replica.port.resend_from(request_id, attempt, live.journal.next_index)
         else:
             self.fault(replica, Fault.GAP, now_s, live)
-            self.go_on(live, replica, "gap", now_s, abort=True)
+            self.go_on(live, replica, Return.GAP, now_s, abort=True)
 
     # --- errors of engines ---
 
@@ -205,7 +206,7 @@ class Losses:
         lower = self._trials.least_urgent()
         if need.trial is Trial.APART and lower is not None and lower.request.priority < need.priority:
             assert lower.replica_id is not None
-            self.go_on(lower, self._fleet[lower.replica_id], "displaced", now_s, abort=True, lost=False)
+            self.go_on(lower, self._fleet[lower.replica_id], Return.DISPLACED, now_s, abort=True, lost=False)
             placement = self._place(live, now_s)
             if placement is not None:
                 self._dispatcher.send(live, placement, now_s, by_share=False)

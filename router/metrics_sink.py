@@ -29,13 +29,14 @@ from cluster.metrics import (
 )
 from cluster.tally import Tally
 from cluster.types import Outcome, PreemptionMeans, RefusalReason
-from router.errors import ApiError
+from router.errors import AT_THE_DOOR, ApiError
 from router.metrics_queue import QueueMetrics
 from router.metrics_replicas import ReplicaMetrics
 from router.moving import MoveOutcome
 from router.outliers import Fault
 from router.proposals import Verdict
 from router.retries import Retry
+from router.returns import RETURNS, Return
 from router.tallies import Tallies
 from router.view import ReplicaView
 
@@ -50,10 +51,12 @@ class DoorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         metric = names.TURNED_AWAY
         self._turned_away = cache(Counter(metric.name, metric.help, metric.labels, registry=registry).labels)
+        for status, code in AT_THE_DOOR:
+            self._turned_away(str(status), code)
 
     def turned_away(self, error: ApiError) -> None:
-        """Codes are words of this program, so they are bounded; an error without one counts by its type."""
-        self._turned_away(str(error.status), error.body.code or error.body.type).inc()
+        """Codes are words of this program, so they are bounded."""
+        self._turned_away(str(error.status), error.word).inc()
 
 
 class ControllerMetrics:
@@ -171,6 +174,7 @@ class RouterMetrics:
             (self._moves, MoveOutcome),
             (self._refusals, RefusalReason),
             (self._ejections, Fault),
+            (self._continued, RETURNS),
         ):
             for value in values:
                 counter.labels(value.value)
@@ -215,8 +219,8 @@ class RouterMetrics:
     def preempted(self, priority_class: str, means: PreemptionMeans, *, for_urgent: bool) -> None:
         self._preemptions.labels(priority_class, "urgent" if for_urgent else "kv_full", means.value).inc()
 
-    def continued(self, reason: str) -> None:
-        self._continued.labels(reason).inc()
+    def continued(self, reason: Return | RefusalReason) -> None:
+        self._continued.labels(reason.value).inc()
 
     def erred(self, verdict: Retry) -> None:
         """An engine has ended an attempt with an error."""

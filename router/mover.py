@@ -19,6 +19,7 @@ from router.moves import NO_FIGURES, Move
 from router.moving import MoveOutcome, Stage, Standing, Then, judge
 from router.parts import Parts
 from router.relocate import Resident, place_to_go, who_leaves
+from router.returns import Return
 from router.suspects import Trial
 from router.view import Condition, Replica, Reservation
 
@@ -51,7 +52,7 @@ class Mover:
         load = None if source.report is None else source.report.load
         leaving = who_leaves(residents, load, None if head is None else head.priority)
         for request_id in leaving.called_back:
-            self._losses.go_on(self._lives[request_id], source, "drained", now_s, abort=True, lost=False)
+            self._losses.go_on(self._lives[request_id], source, Return.DRAINED, now_s, abort=True, lost=False)
         room = self._config.moves_at_once - self._book.leaving(source)
         for request_id in leaving.to_move:
             if room <= 0:
@@ -206,7 +207,7 @@ class Mover:
     def _give_up(self, move: Move, now_s: float, *, abort: bool) -> None:
         """The target does not have what it was granted: no engine died of it."""
         self._book.over(move.live.request.request_id, MoveOutcome.FAILED)
-        self._losses.go_on(move.live, move.target, "move", now_s, abort=abort, lost=False)
+        self._losses.go_on(move.live, move.target, Return.MOVE, now_s, abort=abort, lost=False)
 
     def link_down(self, replica: Replica, now_s: float) -> None:
         """Its link is down already."""
@@ -220,7 +221,7 @@ class Mover:
                 move.unsaid, move.until_s = False, now_s + REST_S
                 replica.port.call_off(move.live.request.request_id, move.attempt)
 
-    def replica_gone(self, replica: Replica, why: str, now_s: float) -> None:
+    def replica_gone(self, replica: Replica, why: Return, now_s: float) -> None:
         """An incarnation is over. What was granted to it and not taken did not die with it."""
         for move in self._book:
             if move.target is replica and move.stage is Stage.GRANTED:

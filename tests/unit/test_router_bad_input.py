@@ -14,8 +14,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from cluster.metrics import TURNED_AWAY
 from cluster.model import ModelFolder
 from router.bodies import MAX_CHOICES, MAX_STOP_CHARS, MAX_STOPS
+from router.errors import AT_THE_DOOR
 from router.exchange import MAX_HEADERS
 from router.headers import MAX_MS, MAX_SESSION_CHARS
 from router.prompts import TEXT_BYTES_PER_TOKEN
@@ -224,6 +226,12 @@ ROWS = [
 ]  # fmt: skip
 
 
+def counted(world: World) -> set[tuple[int, str]]:
+    """Status and code of all that is or could be turned away."""
+    families = [family for family in world.registry.collect() if family.name == TURNED_AWAY.name]
+    return {(int(s.labels["status"]), s.labels["code"]) for family in families for s in family.samples}
+
+
 class Crowd:
     """An application with streams open that every row must leave alone."""
 
@@ -290,6 +298,7 @@ async def test_bad_request_is_answered_by_its_parameter_s_name_and_disturbs_nobo
     assert (error["param"], error["type"]) == (row.param, "invalid_request_error")
     assert error["message"]
     assert len(answer.content) < 1000, "a client is not sent its own flood back"
+    assert counted(crowd.world) == set(AT_THE_DOOR), "what is counted was known from the start"
     await crowd.each_gets_a_token()
     healthy = await crowd.http.get("/health")
     assert healthy.status_code == 200

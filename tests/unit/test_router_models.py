@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from cluster.config import Auth, RouterConfig
-from cluster.metrics import MODEL_LABEL
+from cluster.metrics import MODEL_LABEL, TURNED_AWAY
 from cluster.model import ModelFolder
 from cluster.types import RequestId
 from router.app import build_app
@@ -270,7 +270,9 @@ async def test_series_carry_their_model_and_each_family_is_there_once(two: Two) 
     shown = (await two.http.get("/metrics")).text
     families = Counter(line.split()[2] for line in shown.splitlines() if line.startswith("# TYPE"))
     assert set(families.values()) == {1}
-    samples = [s for family in text_string_to_metric_families(shown) for s in family.samples]
+    told = {family.name: family.samples for family in text_string_to_metric_families(shown)}
+    assert not any(MODEL_LABEL in s.labels for s in told.pop(TURNED_AWAY.name)), "which is no core's"
+    samples = [s for of_family in told.values() for s in of_family]
     assert {s.labels[MODEL_LABEL] for s in samples} == {FIRST, SECOND}
     finished = {
         s.labels[MODEL_LABEL]: s.value
