@@ -1,7 +1,7 @@
 """Asking a running router, for the commands that show what it says.
 
-Owns: which address is meant where none is given, and what is said when it does not answer. Imports deployments for the
-environment and the instances of this machine.
+Owns: which address is meant where none is given, and what is said when it does not answer. Imports deployments for what an
+address is, the environment and the instances of this machine. Invariant: an address that is asked or said has no password in it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from deployments.address import URL_VARIABLE, checked_address
 from deployments.instances import running_instances
 from deployments.settings import Environment, UsageError, checked_environment
 from ops.errors import CommandError
@@ -27,14 +28,19 @@ def read_environment() -> Environment:
         raise CommandError(str(error)) from error
 
 
-def address_of(settings: Environment) -> str:
-    """The router that is meant where no address is given: FOREBAY_URL, or the newest instance on this machine.
+def address_of(settings: Environment, given: str | None = None) -> str:
+    """The router that is meant: `given` by --url, else FOREBAY_URL, else the newest instance on this machine.
 
     Raises:
-        CommandError: there is none.
+        CommandError: there is none, or what is given is no address, or has a password in it.
     """
-    if settings.url is not None:
-        return settings.url
+    try:
+        if given is not None:
+            return checked_address(given, "--url")
+        if settings.url:
+            return checked_address(settings.url, URL_VARIABLE)
+    except UsageError as error:
+        raise CommandError(str(error)) from error
     instances = running_instances(settings)
     if not instances:
         raise CommandError("no instance of yours runs on this machine; start one with `make serve`, or give --url")
@@ -52,10 +58,10 @@ def ask(url: str | None, path: str, part: str, method: str = "GET") -> tuple[str
         CommandError: there is none, it does not answer, or it answers with an error, whose words these are.
     """
     settings = read_environment()
-    address = url or address_of(settings)
+    address = address_of(settings, url)
     what = path.rsplit("/", 1)[1] if method == "GET" else "answer"
     try:
-        target = f"{address.rstrip('/')}{path}"
+        target = f"{address}{path}"
         answer = httpx.request(method, target, headers=settings.credentials, timeout=_TIMEOUT_S)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise unauthorized(address, settings.credentials)

@@ -45,7 +45,7 @@ def top(
     for. Where keys are in use, decisions are shown to an operator's key.
     """
     settings = read_environment()
-    urls = list(url) if url else [address_of(settings)]
+    urls = [address_of(settings, one) for one in url or (None,)]
     if not (once or as_json):
         if not (sys.stdout.isatty() and sys.stdin.isatty()):
             raise CommandError("the live view needs a terminal; --once or --json print one picture")

@@ -17,9 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from cluster.ports import Clock
+from deployments.address import URL_VARIABLE, checked_address
 from deployments.settings import Environment, UsageError
 
 if TYPE_CHECKING:
@@ -42,24 +41,8 @@ def find_urls(given: str | None, environment: Environment) -> tuple[tuple[str, .
         UsageError: an address is none, or nothing was found.
     """
     if url := given or environment.url:
-        return (_checked(url.strip(), "--url" if given else "FOREBAY_URL"),), False
+        return (checked_address(url, "--url" if given else URL_VARIABLE),), False
     return ask_ray(), True
-
-
-def _checked(url: str, option: str) -> str:
-    """The address as paths are put behind it. Raises UsageError, in which no password of it is said."""
-    shown = "what is given" if "@" in url else repr(url)
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{option}: {shown} must begin with http:// or https://")
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise UsageError(f"{option}: {shown} is no address") from error
-    if parsed.userinfo:
-        raise UsageError(f"{option}: leave out what stands before the @; FOREBAY_API_KEY is the key")
-    if not parsed.host or parsed.query or parsed.fragment or any(map(str.isspace, url)):
-        raise UsageError(f"{option}: {shown} must be a host, and at most a port and a path: http://HOST:8000")
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def ask_ray() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from ops.endpoint import read_environment
+from ops.endpoint import address_of, read_environment
 
 app = typer.Typer(
     help="Measure a running server, or a part of one.",
@@ -113,10 +113,9 @@ def replay(
 
     if api not in list(Api):
         raise CommandError(f"--api: {api!r} is none of {', '.join(Api)}")
-    if not url.startswith(("http://", "https://")):
-        raise CommandError(f"--url: {url!r} must begin with http:// or https://")
+    environment = read_environment()
+    address, credentials = address_of(environment, url), environment.credentials
     check_writable(json_file)
-    credentials = read_environment().credentials
     time_factor = parse_scale(time_scale, "--time-scale")
     token_factor = parse_scale(token_scale, "--token-scale")
     slos = parse_slos(slo or [], SERVICE_TIERS)
@@ -128,7 +127,7 @@ def replay(
     services = {request.service for request in requests}
     planned = plan(requests, class_of, time_factor, token_factor)
     settings = replaying.ReplaySettings(
-        url=url,
+        url=address,
         api=Api(api),
         model=model,
         tokenizer=tokenizer,

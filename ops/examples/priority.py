@@ -171,7 +171,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         environment = read_environment()
-        url, key = (arguments.url or address_of(environment)).rstrip("/"), environment.api_key
+        url, key = address_of(environment, arguments.url), environment.api_key
     except CommandError as error:
         print(error, file=sys.stderr)
         return error.exit_code

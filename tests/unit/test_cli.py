@@ -119,6 +119,34 @@ def test_unusable_input_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *(
+            (command.split(), option)
+            for command in ("status", "top --once", "explain cmpl-1", "drain r0")
+            for option in ("--url", "FOREBAY_URL")
+        ),
+        (["bench", "replay", "--trace", TRACE], "--url"),
+    ],
+)
+@pytest.mark.parametrize("address", ["http://me:hush@a:1", "me:hush@a:1", "http://:hush@[", "http://a@hush:b"])
+def test_an_address_with_a_password_is_refused_by_every_command_and_not_said(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    option: str,
+    address: str,
+) -> None:
+    if option == "--url":
+        command = [*command, option, address]
+    monkeypatch.setenv("FOREBAY_URL", address)
+    code, out, err = forebay(capsys, *command)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"forebay: {option}: ")
+    assert "hush" not in err
+
+
 def test_nobody_at_the_address_is_told_after_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = forebay(capsys, "bench", "replay", "--trace", TRACE, "--url", NOBODY)
     assert (code, out) == (2, "")
