@@ -570,7 +570,15 @@ class MetricsConfig(Config):
         ge=0,
         le=65535,
         description="Port of a replica, on the address that it listens on for routers; 0 takes a free one, which its log "
-        "names. Where several run on one machine, one has it and the others show nothing. None: no replica listens.",
+        "names. None: no replica listens.",
+    )
+    replica_ports: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="How many ports from replica_port on are the replicas' of one machine, each of which takes the first "
+        "that is free: as many as it has replicas, or some show nothing. A machine with a port of its own for each can be "
+        "scraped with one fixed list, whichever replica is where.",
     )
     controller_port: int | None = Field(
         None,
@@ -581,10 +589,19 @@ class MetricsConfig(Config):
 
     @model_validator(mode="after")
     def _ports_differ(self) -> MetricsConfig:
-        if self.replica_port is not None and self.replica_port == self.controller_port != 0:
+        first, count = self.replica_port, self.replica_ports
+        if not first:  # none, or any
+            if count > 1:
+                raise ValueError(
+                    f"replica_ports is {count}, counted from replica_port, which must name the first of them"
+                )
+            return self
+        if first + count - 1 > 65535:
+            raise ValueError(f"replica_ports: {count} from {first} on go beyond 65535, the last that there is")
+        if self.controller_port in range(first, first + count):
             raise ValueError(
-                f"replica_port and controller_port are both {self.replica_port}: they must differ, for a replica and a "
-                "controller may run on one machine"
+                f"controller_port is {self.controller_port}, one of the {count} from replica_port on: it must be another, for a "
+                "replica and a controller may run on one machine"
             )
         return self
 

@@ -4,20 +4,19 @@ Owns: that listener, and these two kinds of series. Imports `cluster` and the tr
 its own beside its API (router/app.py).
 
 Invariants: whoever asks, however slowly or often, costs one thread, one connection and a small part of a processor, and no
-step waits for it; what is shown is read when it is asked for; a process that cannot have its port serves all the same, says
-so once, and has the port as soon as it is free.
+step waits for it; what is shown is read when it is asked for; a process that cannot have one of its ports serves all the same,
+says so once, and has one as soon as it is free.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -42,7 +41,7 @@ EXCHANGE_S = 1.0
 PAUSE_S = 0.05
 """Between two of them: at most 20 a second are answered."""
 AGAIN_S = 2.0
-"""So often a port that another has is tried again."""
+"""So often ports that others have are tried again."""
 _HEAD_BYTES = 8192
 _WAITING = 8
 """Connections that may wait; the kernel keeps them, and turns away what is more."""
@@ -119,7 +118,7 @@ class Exposition:
     """Shows a registry from `start` to `close`."""
 
     def __init__(self, registry: CollectorRegistry, key: str) -> None:
-        """`key`: what of the profile names the port, for whoever reads that it cannot be had."""
+        """`key`: what of the profile names the ports, for whoever reads that none can be had."""
         self._app = _at_path(make_wsgi_app(registry))
         self._key = key
         self._ended = threading.Event()
@@ -128,10 +127,11 @@ class Exposition:
         self.port: int | None = None
         """None while it has none."""
 
-    def start(self, host: str, port: int) -> None:
-        """Listen; 0 takes a free port. One that another has is waited for, in the thread that answers."""
-        self._take(host, port, told=False)
-        self._thread = threading.Thread(target=self._run, args=(host, port), name="metrics", daemon=True)
+    def start(self, host: str, ports: Sequence[int]) -> None:
+        """Listen at the first of `ports` that is free; 0 is any. Where others have all of them, one is waited for, in the
+        thread that answers."""
+        self._take(host, ports, told=False)
+        self._thread = threading.Thread(target=self._run, args=(host, ports), name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -143,36 +143,40 @@ class Exposition:
         if self._thread is not None:
             self._thread.join()
 
-    def _take(self, host: str, port: int, *, told: bool) -> None:
-        """Have the port; where it cannot be had, say so, unless that was `told` before."""
-        try:
-            server = _Server(host, port, self._app, self._ended)
-        except OSError as error:
-            if not told:
-                why = "is another's" if error.errno == errno.EADDRINUSE else f"cannot be had: {error}"
-                LOG.error(
-                    "%s: port %d on %s %s. No metrics are shown here until it is free; 0 takes a free one",
-                    self._key, port, host, why,
-                )  # fmt: skip
+    def _take(self, host: str, ports: Sequence[int], *, told: bool) -> None:
+        """Have one of the ports; where none can be had, say so, unless that was `told` before."""
+        why = ""
+        for port in ports:
+            try:
+                server = _Server(host, port, self._app, self._ended)
+            except OSError as error:
+                why = str(error)
+                continue
+            self._server, self.port = server, server.server_port
+            LOG.info("metrics are at %s%s", url_of(host, server.server_port), PATH)
             return
-        self._server, self.port = server, server.server_port
-        LOG.info("metrics are at %s%s", url_of(host, server.server_port), PATH)
+        if not told:
+            named = f"port {ports[0]}" if len(ports) == 1 else f"each port from {ports[0]} to {ports[-1]}"
+            LOG.error(
+                "%s: %s on %s cannot be had (%s). No metrics are shown here until one can; 0 takes a free one",
+                self._key, named, host, why,
+            )  # fmt: skip
 
-    def _run(self, host: str, port: int) -> None:
+    def _run(self, host: str, ports: Sequence[int]) -> None:
         while self._server is None:
             if self._ended.wait(AGAIN_S):
                 return
-            self._take(host, port, told=True)
+            self._take(host, ports, told=True)
         with self._server as server:
             while not self._ended.is_set():
                 server.handle_request()
 
 
-def exposed(registry: CollectorRegistry, key: str, host: str, port: int | None) -> Exposition:
-    """One that has begun, where there is to be one: None listens nowhere."""
+def exposed(registry: CollectorRegistry, key: str, host: str, port: int | None, count: int = 1) -> Exposition:
+    """One that has begun, at one of `count` ports from `port` on, where there is to be one: None listens nowhere."""
     exposition = Exposition(registry, key)
     if port is not None:
-        exposition.start(host, port)
+        exposition.start(host, range(port, port + count))
     return exposition
 
 

@@ -95,7 +95,9 @@ class ReplicaProcess:
     def _exposed(self, host: str) -> Exposition:
         registry = CollectorRegistry()
         registry.register(ReplicaFigures(self._model.name, self.engine.progress))
-        return exposed(registry, "metrics.replica_port", host, self._profile.metrics.replica_port)
+        ports = self._profile.metrics
+        key = "metrics.replica_port and replica_ports"
+        return exposed(registry, key, host, ports.replica_port, ports.replica_ports)
 
     async def meet_routers(self) -> None:
         """Return once as many routers are linked as there are, or after `_MEET_S`: until then this replica is of no use

@@ -41,8 +41,9 @@ Each process shows what it knows at `/metrics`, in Prometheus' text form:
 
 - a **router** beside its API (a key is asked for where `router.auth` is `keys`, unless `router.open_metrics` says otherwise);
 - a **replica** and a **controller** on ports of their own, which the profile names: `metrics.replica_port` and
-  `metrics.controller_port`. Without them they listen nowhere. 0 takes a free port, which the log names. Of several replicas
-  on one machine the first has the port; another has it once it is free.
+  `metrics.controller_port`. Without them they listen nowhere. 0 takes a free port, which the log names. Of a machine with
+  several replicas each takes the first free one of `metrics.replica_ports` ports from `metrics.replica_port` on; one that finds
+  none shows nothing until one is free.
 
 Replicas and controllers answer one scrape at a time, at most 20 a second: whoever asks, however often or slowly, delays no
 step. A router's gauges are computed when it is asked.

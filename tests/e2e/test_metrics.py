@@ -49,28 +49,31 @@ def series(text: str, metric: Metric) -> dict[str, float]:
 
 @needs_promtool
 async def test_each_process_shows_what_it_does_while_it_does_it(tiny_model: ModelFolder, tmp_path: Path) -> None:
-    """Two replicas of one machine have one port: the first shows itself there, and when it is gone the other does."""
-    port = free_ports(HOST, 2)
+    """Three replicas of one machine have two ports: two show themselves there, and when one is gone the third does."""
+    port = free_ports(HOST, 3)
     profile = Profile(
         models=(ModelConfig(engine=ENGINE),),
         router=RouterConfig(),
         transport=TransportConfig(),
-        metrics=MetricsConfig(replica_port=port, controller_port=port + 1),
+        metrics=MetricsConfig(replica_port=port, replica_ports=2, controller_port=port + 2),
     )
     async with (
         running_cluster(tiny_model, profile, tmp_path, step_s=STEP_S, replicas=1) as cluster,
         client_of(f"http://{HOST}:{port}") as at_replica,
-        client_of(f"http://{HOST}:{port + 1}") as at_controller,
+        client_of(f"http://{HOST}:{port + 1}") as at_second,
+        client_of(f"http://{HOST}:{port + 2}") as at_controller,
     ):
         first = cluster.replicas[0]
+        await cluster.start_replica()
         await cluster.start_replica()  # which has no port
-        await cluster.until_ready(2)
-        asking = [asyncio.create_task(ask(cluster.client)) for _ in range(8)]
+        await cluster.until_ready(3)
+        asking = [asyncio.create_task(ask(cluster.client)) for _ in range(12)]
 
-        async def running() -> float:
-            return await read_metric(at_replica, names.SERVER_RUNNING, model_name="tiny-llama")
+        async def running() -> list[float]:
+            shown = (at_replica, at_second)
+            return [await read_metric(at, names.SERVER_RUNNING, model_name="tiny-llama") for at in shown]
 
-        assert (await until(running, bool))[0] <= ENGINE.slots
+        assert max((await until(running, all))[0]) <= ENGINE.slots
         assert 0 < await read_metric(at_replica, names.SERVER_KV_USAGE) <= 1
         await asyncio.gather(*asking)
         text = (await at_replica.get("/metrics")).text

@@ -19,6 +19,7 @@ from cluster.foretold import Foretold
 from cluster.ports import EngineProgress
 from cluster.types import EngineLoad, PriorityLoad
 from deployments import exposition
+from deployments.checks import free_ports
 from deployments.exposition import PAUSE_S, ControllerFigures, Exposition, Kind, ReplicaFigures, exposed
 from tests.promtool import check_metrics, needs_promtool
 
@@ -110,9 +111,35 @@ def test_a_port_that_another_has_is_said_once_by_its_key_and_taken_when_it_is_fr
     assert all(KEY in e and str(first.port) in e and "0 takes a free one" in e for e in errors)
 
 
+def test_each_of_a_machine_takes_the_first_of_its_ports_that_is_free(registry: CollectorRegistry) -> None:
+    first = free_ports(HOST, 3)
+    with contextlib.ExitStack() as stack:
+
+        def another() -> Exposition:
+            return stack.enter_context(contextlib.closing(exposed(registry, KEY, HOST, first, 3)))
+
+        three = [another() for _ in range(3)]
+        assert [shown.port for shown in three] == [first, first + 1, first + 2]
+        assert all(httpx.get(url_of(shown)).status_code == 200 for shown in three)
+        fourth = another()
+        assert fourth.port is None
+        fourth.close()  # or it would have the next
+        three[1].close()
+        assert another().port == first + 1
+
+
 def test_two_that_are_to_have_one_port_are_refused_and_0_is_no_port() -> None:
-    with pytest.raises(ValueError, match="replica_port and controller_port are both 9400"):
+    with pytest.raises(ValueError, match="controller_port is 9400, one of the 1 from replica_port on"):
         MetricsConfig(replica_port=9400, controller_port=9400)
+    with pytest.raises(ValueError, match="controller_port is 9407, one of the 8 from replica_port on"):
+        MetricsConfig(replica_port=9400, replica_ports=8, controller_port=9407)
+    MetricsConfig(replica_port=9400, replica_ports=8, controller_port=9408)
+    with pytest.raises(ValueError, match="8 from 65529 on go beyond 65535"):
+        MetricsConfig(replica_port=65529, replica_ports=8)
+    MetricsConfig(replica_port=65528, replica_ports=8)
+    for first in (None, 0):
+        with pytest.raises(ValueError, match="replica_ports is 2, counted from replica_port"):
+            MetricsConfig(replica_port=first, replica_ports=2)
     free = MetricsConfig(replica_port=0, controller_port=0)
     assert (free.replica_port, free.controller_port) == (0, 0)
 
