@@ -66,6 +66,11 @@ TOKENS_OUT = Metric("forebay_output_tokens", "Output tokens received from replic
 TOKENS_IN = Metric("forebay_prompt_tokens", "Prompt tokens of accepted requests.", ("priority_class",))
 QUEUED = Metric("forebay_queued_requests", "Requests in the router's queue.", ("priority_class",))
 QUEUED_BYTES = Metric("forebay_queued_bytes", "Bytes in the router's queue.", ("priority_class",))
+QUEUED_BYTES_LIMIT = Metric(
+    "forebay_queued_limit_bytes",
+    "max_queued_bytes of the classes: what has no room in it is refused.",
+    ("priority_class",),
+)
 QUEUED_OLDEST = Metric(
     "forebay_queued_oldest_seconds",
     "How long the request in the router's queue that has waited longest has waited; 0 where none waits.",

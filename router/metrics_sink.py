@@ -135,6 +135,7 @@ class RouterMetrics:
         self._engine_deaths, self._suspects = counter(names.ENGINE_DEATHS), gauge(names.SUSPECTS)
         self._fenced, self._gap_count = counter(names.FENCED), counter(names.GAPS)
         self._gate_held, self._gate_shut = counter(names.GATE_HELD), gauge(names.GATE_SHUT)
+        self._queued_limit = gauge(names.QUEUED_BYTES_LIMIT)
         self._refusals = counter(names.REFUSALS)
         self._ejections = counter(names.EJECTIONS)
         self._classes: tuple[PriorityClass, ...] = ()
@@ -162,6 +163,7 @@ class RouterMetrics:
             for cause, means in product(("urgent", "kv_full"), PreemptionMeans):
                 self._preemptions.labels(name, cause, means.value)
         for priority_class in config.classes:
+            self._queued_limit.labels(priority_class.name).set(priority_class.max_queued_bytes)
             if priority_class.first_token_slo_s is not None:
                 self._slo_target.labels(priority_class.name).set(priority_class.first_token_slo_s)
                 for attained in ("true", "false"):

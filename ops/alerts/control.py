@@ -12,6 +12,7 @@ from cluster.metrics import (
     JOURNAL_BYTES,
     JOURNAL_REQUESTS,
     QUEUED,
+    QUEUED_BYTES_LIMIT,
     SUSPECTS,
 )
 from ops.alerts.query import OF_ROUTER, SCOPE, labels_of, over, series
@@ -19,6 +20,7 @@ from ops.alerts.rules import Alert, Group, Recording, Severity, duration
 from ops.alerts.settings import AlertSettings
 
 JOURNAL = f"router:{JOURNAL_BYTES.name}:sum"
+LIMIT = f"router:{QUEUED_BYTES_LIMIT.name}:sum"
 _LEADS, _STANDBYS = series(CONTROLLER_LEADS), series(CONTROLLER_STANDBYS)
 _SEEN_S = 3600
 """A router that has been scraped within it is missed by its release; later, and from the start, by nobody's."""
@@ -31,8 +33,9 @@ def control_group(settings: AlertSettings) -> Group:
 
 
 def journal_group(settings: AlertSettings) -> Group:
-    held = Recording(name=JOURNAL, expression=over("sum", OF_ROUTER, series(JOURNAL_BYTES)))
-    return Group(name="forebay-journal", rules=(held, _growth(settings), _leak(settings)))
+    sums = ((JOURNAL, JOURNAL_BYTES), (LIMIT, QUEUED_BYTES_LIMIT))
+    recorded = (Recording(name=name, expression=over("sum", OF_ROUTER, series(metric))) for name, metric in sums)
+    return Group(name="forebay-journal", rules=(*recorded, _growth(settings), _leak(settings)))
 
 
 def _router_absent() -> Alert:
@@ -95,12 +98,11 @@ def _growth(settings: AlertSettings) -> Alert:
     return Alert(
         name="ForebayJournalGrowth",
         severity=Severity.WARNING,
-        expression=f"{ahead} > {settings.journal_bytes_max:.0f}\nand\n{JOURNAL} > {settings.journal_bytes_min:.0f}",
+        expression=f"{ahead} > {LIMIT}\nand\n{JOURNAL} > {settings.journal_part:g} * {LIMIT}",
         for_s=600,
         summary="The journal of router {{ $labels.instance }} grows",
         description="As it grows it has {{ $value | humanize1024 }}B of live requests in "
-        f"{duration(settings.journal_ahead_s)}; {settings.journal_bytes_max / 2**30:g} GiB is half of what the chart gives a "
-        "router.",
+        f"{duration(settings.journal_ahead_s)}, more than its queues may hold: max_queued_bytes of all classes and models.",
     )
 
 

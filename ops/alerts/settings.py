@@ -5,7 +5,7 @@ Owns: those figures and their defaults, which the rendered file has. Imports the
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from cluster.config import Config
 
@@ -79,11 +79,12 @@ class AlertSettings(Config):
     standby_seen_s: PositiveInt = Field(
         6 * 3600, description="A standby seen within it is missed; where none was configured none is."
     )
-    journal_bytes_max: PositiveFloat = Field(
-        2.0 * 2**30, description="Half of the memory that the chart gives a router."
-    )
-    journal_bytes_min: NonNegativeFloat = Field(
-        256.0 * 2**20, description="What is below may grow as it likes: one class's queue may hold as much."
+    journal_part: float = Field(
+        0.25,
+        ge=0,
+        lt=1,
+        description="Of all that a router's queues may hold: a journal below it may grow as it likes, for that is how it begins "
+        "each day.",
     )
     journal_ahead_s: PositiveInt = Field(4 * 3600, description="How far its growth is thought on: half a working day.")
     journal_strays: PositiveInt = Field(

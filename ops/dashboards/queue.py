@@ -149,9 +149,10 @@ _GATES = Row(
         ),
         lines(
             "Bytes of the journal",
-            "What its requests were charged for, with what they emitted.",
+            "What its requests were charged for, with what they emitted; and what all queues may hold.",
             BYTES,
             Query(gauge(metrics.JOURNAL_BYTES), "bytes"),
+            Query(gauge(metrics.QUEUED_BYTES_LIMIT), "queues, at most"),
             width=6,
             runbook="ForebayJournalGrowth",
         ),

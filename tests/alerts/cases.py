@@ -19,6 +19,7 @@ from cluster.metrics import (
     PREEMPTIONS,
     QUEUE_WAIT,
     QUEUED,
+    QUEUED_BYTES_LIMIT,
     QUEUED_OLDEST,
     REPLICA_BLOCKS,
     REPLICA_BLOCKS_FREE,
@@ -585,6 +586,16 @@ def journal(first_mib: int, more_mib: int) -> list[Told]:
     return [told(JOURNAL_BYTES, values), told(JOURNAL_BYTES, values, model="large")]
 
 
+def bounds(mib: int) -> list[Told]:
+    """What each queue may hold, of three classes and two models."""
+    names = ("interactive", "standard", "batch")
+    return [
+        told(QUEUED_BYTES_LIMIT, f"{mib * MIB}x30", model=model, priority_class=name)
+        for model in (MODEL, "large")
+        for name in names
+    ]
+
+
 def lives(suspects: int) -> list[Told]:
     """300, of which 150 are queued and 40 are on replicas."""
     queued = [told(QUEUED, "50x30", priority_class=name) for name in ("interactive", "standard", "batch")]
@@ -594,15 +605,23 @@ def lives(suspects: int) -> list[Told]:
 
 JOURNAL = [
     Case(
-        "a journal that has more than 2 GiB in four hours",
+        "a journal that has more in four hours than six queues of 256 MiB, which are 1,536 MiB",
         "ForebayJournalGrowth",
-        # 194 MiB and 8 more a minute: more than 256 from the eighth minute on. Ten minutes later it has 338, and 240 minutes
-        # on 2,258 MiB = 2.205 GiB.
-        journal(194, 8),
-        {"17m": [], "18m": [Fires("2.205Gi", {"instance": ROUTER})]},
+        # 322 MiB and 8 more a minute: more than a quarter, 384, from the eighth minute on. Ten minutes later it has 466, and
+        # 240 minutes on 2,386 MiB = 2.33 GiB.
+        [*journal(322, 8), *bounds(256)],
+        {"17m": [], "18m": [Fires("2.33Gi", {"instance": ROUTER})]},
     ),
-    Case("one that has 1.9 GiB then", "ForebayJournalGrowth", journal(300, 6), {"30m": []}),
-    Case("one that grows faster and is small", "ForebayJournalGrowth", journal(10, 20), {"12m": []}),
+    # 490 MiB after half an hour, and 240 minutes on 1,450.
+    Case("one that has 1,450 MiB then", "ForebayJournalGrowth", [*journal(370, 4), *bounds(256)], {"30m": []}),
+    Case("one that grows faster and is small", "ForebayJournalGrowth", [*journal(10, 20), *bounds(256)], {"28m": []}),
+    Case(
+        "the same growth on a router whose queues may hold 3,072 MiB, of which it has more than a quarter",
+        "ForebayJournalGrowth",
+        [*journal(802, 8), *bounds(512)],  # 1,042 MiB after half an hour, and 240 minutes on 2,962
+        {"30m": []},
+    ),
+    Case("on a router whose bounds are not known", "ForebayJournalGrowth", journal(322, 8), {"30m": []}),
     Case(
         "105 requests that are nowhere",
         "ForebayJournalLeak",

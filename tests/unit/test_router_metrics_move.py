@@ -172,8 +172,11 @@ def test_every_name_of_a_core_is_moved_by_something_that_happens() -> None:
         seen |= moved(before, values(bench.registry)) | (meanwhile - moved({}, before))
     core = CollectorRegistry()
     RouterMetrics(core)
-    promised = {"forebay_slo_first_token_seconds"}  # a figure of the configuration: it is there, and does not move
+    # Figures of the configuration: they are there, and do not move.
+    promised = {"forebay_slo_first_token_seconds", "forebay_queued_limit_bytes"}
     assert families(core) - seen == promised
+    limits = {c.name: bench.metric("forebay_queued_limit_bytes", priority_class=c.name) for c in CONFIG.classes}
+    assert limits == {c.name: c.max_queued_bytes for c in CONFIG.classes}
     assert bench.metric("forebay_slo_first_token_seconds", priority_class="interactive") == 0.5
 
 
