@@ -82,6 +82,19 @@ def test_a_chart_without_values_says_what_it_needs() -> None:
     assert "must be given" in refused.stderr
 
 
+@pytest.mark.parametrize("mode", ["rayservice", "raycluster"])
+def test_helms_linter_says_each_value_that_is_missing_and_nothing_else_is_wrong(mode: str) -> None:
+    """What `fail` says is no error to the linter: with nothing it has to render all the same."""
+    linted = helm("lint", "--strict", CHART, "--set", f"mode={mode}", check=False)
+    assert linted.returncode == 0, linted.stdout
+    for key in (
+        "image.repository", "image.tag or image.digest", "secrets.rayToken.name", "secrets.cluster.name", "secrets.keys.name",
+        "modelStore.claimName",
+    ):  # fmt: skip
+        assert f"{key} must be given" in linted.stderr
+    assert "models must name at least one" in linted.stderr
+
+
 def test_scaling_pods_needs_a_model_that_scales() -> None:
     refused = template("one-node", "autoscaling.enabled=true", check=False)
     assert "autoscaling.enabled: no entry of models has scale" in refused.stderr

@@ -63,7 +63,7 @@ spec:
   {{- end }}
   containers:
     - name: ray-{{ ternary "head" "worker" $head }}
-      image: {{ include "forebay.image" $root }}
+      image: {{ include "forebay.image" $root | quote }}
       imagePullPolicy: {{ $v.image.pullPolicy }}
       command: [/bin/bash, -c, --]
       args: ['ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"']
