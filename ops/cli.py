@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,8 @@ from ops.top_cli import top
 
 _INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+"""Of every command."""
 
 app = typer.Typer(
     name="forebay",
@@ -35,7 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_OPTIONS,
 )
 app.command()(serve)
 app.command()(status)
@@ -64,21 +66,24 @@ def _forebay(
     pass
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None, *, command: Callable[..., Any] = app, program: str = "forebay") -> int:
     """Run one command line and return its exit code. Errors are one line on standard error.
 
     Args:
         arguments: What follows the program's name; None takes it from the process.
+        command: A typer application, or the command of one.
+        program: As people call it; its last word begins what it says of errors.
     """
+    name = program.rpartition(" ")[2]
     try:
-        result = app(arguments if arguments is None else list(arguments), standalone_mode=False, prog_name="forebay")
+        result = command(arguments if arguments is None else list(arguments), standalone_mode=False, prog_name=program)
     except CommandError as error:
-        print(f"forebay: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except typer.TyperException as error:
         message = " ".join(error.format_message().split())
         if message:  # empty where no command was named: the help was printed already
-            print(f"forebay: {message} (--help tells more)", file=sys.stderr)
+            print(f"{name}: {message} (--help tells more)", file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         result = _INTERRUPTED
@@ -86,7 +91,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     if result == _INTERRUPTED:  # typer turns the interrupt of a command into this result
-        print("forebay: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
     return result if isinstance(result, int) else 0
 
 

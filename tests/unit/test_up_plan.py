@@ -296,6 +296,20 @@ async def test_routers_that_moved_are_found_again_once_in_a_while() -> None:
     await routers.close()
 
 
+def test_a_load_test_explains_itself_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert loadtest.run(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Usage: python -m ops.jobs.loadtest [OPTIONS]" in said
+    assert "Example: python -m ops.jobs.loadtest --trace" in said
+    assert "FOREBAY_URL, or a router of the Ray cluster of this job" in said
+    assert "forebay bench replay" not in said
+    assert loadtest.run(["--url", "http://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.startswith("ops.jobs.loadtest: Missing option '--trace'")
+
+
 def test_a_load_test_that_cannot_begin_says_so_and_reports_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
