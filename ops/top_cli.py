@@ -13,10 +13,10 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from ops.endpoint import address_of, read_environment
 from ops.errors import CommandError
-from ops.report import console
 
 if TYPE_CHECKING:
     from ops.top.model import Picture
@@ -63,7 +63,7 @@ def top(
         return
     from ops.top.draw import snapshot
 
-    out = console()
+    out = Console(highlight=False)  # in a pipe as wide as COLUMNS or a terminal behind it says, else 80
     out.print(snapshot(picture, out.width, _ONCE_DECISIONS, coloured=out.is_terminal), soft_wrap=False)
 
 

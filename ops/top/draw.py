@@ -164,8 +164,9 @@ def kv_bar(row: ReplicaRow, classes: Sequence[str], width: int, *, coloured: boo
     return bar
 
 
-def move_lines(shown: ModelPicture, most: int) -> Group:
-    """What moves, and how much has been moved and preempted; `most` moves, those under way longest."""
+def move_lines(shown: ModelPicture, most: int, *, fold: bool = False) -> Group:
+    """What moves, and how much has been moved and preempted; `most` moves, those under way longest. What is too long is cut off,
+    or folded."""
     line = Text("moves: ", "dim")
     line.append(f"{len(shown.moves)} under way", "bold" if shown.moves else "")
     line.append(f", {_counts(shown.moved)}", "not dim")
@@ -174,7 +175,7 @@ def move_lines(shown: ModelPicture, most: int) -> Group:
     names = [row.priority_class for row in shown.classes]
     lines = [line, *(_move_line(move, names) for move in shown.moves[:most])]
     for text in lines:
-        text.no_wrap, text.overflow = True, "ellipsis"
+        text.no_wrap, text.overflow = not fold, "fold" if fold else "ellipsis"
     return Group(*lines)
 
 
@@ -189,11 +190,13 @@ def _move_line(move: Move, classes: Sequence[str]) -> Text:
 
 
 def decision_table(picture: Picture, classes: Sequence[str], width: int, most: int) -> Table:
-    """The newest decisions, the newest first."""
+    """The newest decisions, the newest first; why is folded."""
     table = _table()
     table.padding = (0, 0)
-    for title, column_width in decision_columns(width):
+    *named, (why, why_width) = decision_columns(width)
+    for title, column_width in named:
         table.add_column(title, width=column_width, no_wrap=True, overflow="ellipsis")
+    table.add_column(why, width=why_width, overflow="fold")
     for seen in picture.decisions[:most]:
         table.add_row(*decision_cells(seen, classes, width))
     return table
@@ -237,7 +240,7 @@ def snapshot(picture: Picture, width: int, decisions: int, *, coloured: bool) ->
             Text(),
             replica_table(shown, width, coloured=coloured),
             Text(),
-            move_lines(shown, most=10),
+            move_lines(shown, most=10, fold=True),
             Text(),
         ]
     classes = [row.priority_class for row in picture.models[0].classes]

@@ -27,8 +27,9 @@ NOBODY = "http://127.0.0.1:1"
 
 
 async def test_one_picture_as_text_and_as_json_says_the_same(
-    tiny_model: ModelFolder, capsys: pytest.CaptureFixture[str]
+    tiny_model: ModelFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     async with serving(tiny_model) as world:
         request_id = await ask(world, "flex")
         code, out, err = await forebay(capsys, "top", "--json", "--url", world.url, *SOON)
@@ -46,6 +47,46 @@ async def test_one_picture_as_text_and_as_json_says_the_same(
             ["batch", "dispatched"], ["batch", "admitted"],
         ]  # fmt: skip
         assert "\x1b" not in out, "a pipe gets no colours"
+
+
+def words(out: str) -> list[str]:
+    """Of the last column of the decisions: all that was said of why, however it was folded."""
+    lines = out.splitlines()
+    head = next(n for n, line in enumerate(lines) if "why and numbers" in line)
+    begin = lines[head].index("why and numbers")
+    return "".join(line[begin:] for line in lines[head + 1 :]).split()
+
+
+@pytest.mark.alone
+async def test_a_pipe_gets_lines_no_wider_than_a_terminal_and_all_that_is_said(
+    tiny_model: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As wide as a terminal that is there beside the pipe, or as COLUMNS says, or 80; numbers are folded, not cut off."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    async def once(width: int, stdin: int = subprocess.DEVNULL) -> str:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "ops.cli", "top", "--once", "--url", world.url, *SOON,
+            stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        out = (await process.communicate())[0].decode()
+        assert process.returncode == 0
+        assert max(map(len, out.splitlines())) <= width
+        return out
+
+    async with serving(tiny_model) as world:
+        await ask(world, "flex")
+        end, inner = pty.openpty()
+        ioctl(inner, TIOCSWINSZ, struct.pack("HHHH", 24, 400, 0, 0))
+        wide, narrow = await once(400, inner), await once(80)
+        monkeypatch.setenv("COLUMNS", "60")
+        narrowest = await once(60)
+        for one in end, inner:
+            os.close(one)
+    assert max(map(len, wide.splitlines())) > 80
+    assert any("=" in word for word in words(wide))
+    together = ["".join(words(out)) for out in (wide, narrow, narrowest)]
+    assert together[0] == together[1] == together[2]
 
 
 async def test_routers_that_are_named_are_shown_together(
