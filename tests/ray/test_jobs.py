@@ -82,6 +82,9 @@ class Cluster:
         self.dashboard = next(line.strip() for line in self.head.stdout if line.startswith("http"))
 
     def stop(self) -> None:
+        """Does nothing where it has ended."""
+        if self.head.returncode is not None:
+            return
         assert self.head.stdin is not None
         assert self.head.stdout is not None
         self.head.stdin.close()
@@ -413,34 +416,49 @@ class Batch:
         return whole
 
 
+async def until_answered(lines: int, *batches: Batch) -> None:
+    """Of each batch so many at least."""
+
+    async def fewest() -> int:
+        return min(len(batch.answered()) for batch in batches)
+
+    await until(fewest, lines.__le__, LIMIT_S)
+
+
+@contextlib.asynccontextmanager
+async def outside_of_ray(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process beside the cluster, which is ended if it still runs."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=asyncio.subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
 async def test_batches_in_and_beside_a_cluster_that_is_started_again_go_on_where_they_were(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """One that is a job of it, submitted again; one that runs outside, which waits for a router to be back."""
     inside, outside = batches = Batch(tmp_path, "inside", 300), Batch(tmp_path, "outside", 120)
+    deploy = cluster.up("--secret", str(cluster.folder / "secret"), "--set", "replicas=1", "--wait")
 
-    async def fewest() -> int:
-        return min(len(batch.answered()) for batch in begun)
+    async def done(*command: str) -> str:
+        return await asyncio.to_thread(lambda: cluster.end(cluster.begin(*command)))
 
     cluster.begin(*inside.command, "--concurrency-max", "8")  # so that it lasts until the other has begun too
-    begun = [inside]
-    await until(fewest, bool, LIMIT_S)
-    own = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *outside.command, "--url", cluster.endpoint.url, stdout=asyncio.subprocess.PIPE
-    )
-    begun = [inside, outside]
-    await until(fewest, lambda lines: lines >= 10, LIMIT_S)
-    await asyncio.to_thread(cluster.kill)
-    began_s = time.monotonic()
-    await asyncio.to_thread(cluster.start)
-    kept = [batch.answered() for batch in batches]  # also what was on its way to the disk
-    secret = ("--secret", str(cluster.folder / "secret"))
-    await asyncio.to_thread(lambda: cluster.end(cluster.begin(*cluster.up(*secret, "--set", "replicas=1", "--wait"))))
-    away_s = time.monotonic() - began_s
-    assert f"all {inside.lines} lines answered, 0 of them failed" in await asyncio.to_thread(
-        lambda: cluster.end(cluster.begin(*inside.command))
-    )
-    said, _ = await own.communicate()
+    await until_answered(1, inside)
+    async with outside_of_ray(*outside.command, "--url", cluster.endpoint.url) as own:
+        await until_answered(10, inside, outside)
+        await asyncio.to_thread(cluster.kill)
+        began_s = time.monotonic()
+        await asyncio.to_thread(cluster.start)
+        kept = [batch.answered() for batch in batches]  # also what was on its way to the disk
+        await done(*deploy)
+        away_s = time.monotonic() - began_s
+        assert f"all {inside.lines} lines answered, 0 of them failed" in await done(*inside.command)
+        said, _ = await own.communicate()
     assert own.returncode == 0
     assert f"all {outside.lines} lines answered, 0 of them failed" in said.decode()
 
