@@ -83,8 +83,7 @@ class AlertSettings(Config):
         0.25,
         ge=0,
         lt=1,
-        description="Of all that a router's queues may hold: a journal below it may grow as it likes, for that is how it begins "
-        "each day.",
+        description="Of all that a router's queues may hold: a journal below it may grow as it likes, as with each day's first load.",
     )
     journal_ahead_s: PositiveInt = Field(4 * 3600, description="How far its growth is thought on: half a working day.")
     journal_strays: PositiveInt = Field(

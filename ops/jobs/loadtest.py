@@ -2,9 +2,9 @@
 
     ray job submit --working-dir . -- python -m ops.jobs.loadtest --trace azure.csv --token-scale 1/16 --limit 200
 
-Owns: that the router is found, and that the result, which a job has nowhere to leave, is in its log. All options are those of
-`forebay bench replay`, of which this is another name. Imports the command line. Invariant: the last line of the output is the report in JSON, or there is
-none because nothing was measured.
+Owns: that the router is found, and that the result, which a job has nowhere to leave, is in its log. It is another name of
+`forebay bench replay`, with its options. Imports the command line. Invariant: the last line of the output is the report in JSON,
+or there is none because nothing was measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ops.bench.cli import replay
 from ops.endpoint import read_environment
 from ops.errors import CommandError
 
-_PROGRAM = "python -m ops.jobs.loadtest"
+_NAME = "ops.jobs.loadtest"
+_PROGRAM = f"python -m {_NAME}"
 
 
 def _command() -> Any:
@@ -52,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
                 # One is enough: a load test of several routers names what stands before them.
                 more += ["--url", find_urls(None, read_environment())[0][0]]
         except (UsageError, CommandError) as error:
-            print(f"{_PROGRAM.rpartition(' ')[2]}: {error}", file=sys.stderr)
+            print(f"{_NAME}: {error}", file=sys.stderr)
             return COULD_NOT
         code = cli.run([*given, *more], command=_command(), program=_PROGRAM)
         if report.is_file() and code != COULD_NOT:
