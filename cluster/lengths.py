@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from itertools import accumulate, pairwise
+from operator import mul
 
 PRIOR_OBSERVATIONS = 8.0
 """What is known in general counts as much as so many observations of the special."""
@@ -41,6 +42,12 @@ def _bin_edges() -> tuple[int, ...]:
 EDGES = _bin_edges()
 _MEANS = tuple((low + 1 + high) / 2 for low, high in pairwise(EDGES))
 
+
+def first_bin_above(tokens: int) -> int:
+    """The first bin whose lengths are all above `tokens`; asked for once, and used for several histograms."""
+    return bisect_left(EDGES, tokens)
+
+
 Key = tuple[str | int, ...]
 
 
@@ -52,7 +59,8 @@ class Histogram:
     def __init__(self) -> None:
         self.weight = 0.0
         """The sum of all weights, below MEMORY_OBSERVATIONS."""
-        self._counts = [0.0] * len(_MEANS)
+        self._counts: list[float] = []
+        """Of the bins up to the longest that there was; there is nothing above."""
         self._mass_above: list[float] = []
         """At k: weight of all bins from k on; made anew when it is next asked for."""
         self._sum_above: list[float] = []
@@ -62,31 +70,37 @@ class Histogram:
 
     def observe(self, length: int) -> None:
         keep = 1 - 1 / MEMORY_OBSERVATIONS
-        self._counts = [count * keep for count in self._counts]
-        above = bisect_left(EDGES, min(max(length, 1), _LONGEST))
-        self._counts[above - 1] += 1
-        self.longest = max(self.longest, EDGES[above])
+        counts = self._counts = [count * keep for count in self._counts]
+        above = first_bin_above(min(max(length, 1), _LONGEST))
+        if above > len(counts):
+            counts.extend([0.0] * (above - len(counts)))
+            self.longest = EDGES[above]
+        counts[above - 1] += 1
         self.weight = self.weight * keep + 1
         self._mass_above = []
 
-    def above(self, tokens: int) -> tuple[float, float]:
-        """Of all lengths > `tokens`: the share of the weight, and that times their mean."""
-        if not self._mass_above:
-            self._mass_above = [*accumulate(reversed(self._counts), initial=0.0)][::-1]
-            parts = [count * mean for count, mean in zip(self._counts, _MEANS, strict=True)]
-            self._sum_above = [*accumulate(reversed(parts), initial=0.0)][::-1]
-        total = self._mass_above[0]
+    def above(self, tokens: int, first_bin: int) -> tuple[float, float]:
+        """Of all lengths > `tokens`: the share of the weight, and that times their mean. `first_bin`: above `tokens`."""
+        mass_above = self._mass_above
+        if not mass_above:
+            mass_above = self._mass_above = [*accumulate(reversed(self._counts), initial=0.0)][::-1]
+            parts = map(mul, self._counts, _MEANS)
+            self._sum_above = [*accumulate(reversed([*parts]), initial=0.0)][::-1]
+        total = mass_above[0]
         if tokens <= 0:
             return 1.0, self._sum_above[0] / total
         if tokens >= self.longest:
             return 0.0, 0.0
-        k = bisect_left(EDGES, tokens)  # the first bin that is above it whole
-        mass, summed = self._mass_above[k], self._sum_above[k]
-        if EDGES[k] > tokens:
-            rest = self._counts[k - 1] * (EDGES[k] - tokens) / (EDGES[k] - EDGES[k - 1])
+        mass, summed, edge = mass_above[first_bin], self._sum_above[first_bin], EDGES[first_bin]
+        if edge > tokens:
+            rest = self._counts[first_bin - 1] * (edge - tokens) / (edge - EDGES[first_bin - 1])
             mass += rest
-            summed += rest * (tokens + 1 + EDGES[k]) / 2
+            summed += rest * (tokens + 1 + edge) / 2
         return mass / total, summed / total
+
+
+Mixture = tuple[list[tuple[float, Histogram]], float]
+"""(share, histogram), nearest first, and the share of the prior. The shares add up to 1."""
 
 
 class LengthPredictor:
@@ -95,7 +109,7 @@ class LengthPredictor:
     __slots__ = ("_histograms", "_mixtures")
 
     def __init__(self) -> None:
-        self._mixtures: dict[Key, list[tuple[float, Histogram | None]]] = {}
+        self._mixtures: dict[Key, Mixture] = {}
         """Those that have been asked for since something was learned."""
         self._histograms: OrderedDict[Key, Histogram] = OrderedDict()
         """The one that has learned nothing for longest is first."""
@@ -125,27 +139,31 @@ class LengthPredictor:
             return float(max_tokens)
         if stated is not None and stated > made:
             return float(min(stated, max_tokens))
+        parts, share_of_prior = self._mixture(tenant, priority_class, prompt_tokens)
+        bin_above_made = first_bin_above(made)
         mass = summed = 0.0
-        for share, histogram in self._mixture(tenant, priority_class, prompt_tokens):
-            if histogram is None:
-                above_made, sum_made = _above(None, made, max_tokens)
-            else:
-                above_made, sum_made = histogram.above(made)
-                if max_tokens < histogram.longest:  # else nothing is above it
-                    above_max, sum_max = histogram.above(max_tokens)
-                    sum_made = sum_made - sum_max + max_tokens * above_max
+        for share, histogram in parts:
+            above_made, sum_made = histogram.above(made, bin_above_made)
+            if max_tokens < histogram.longest:  # else nothing is above it
+                above_max, sum_max = histogram.above(max_tokens, first_bin_above(max_tokens))
+                sum_made = sum_made - sum_max + max_tokens * above_max
             mass += share * above_made
             summed += share * sum_made
+        above_made, sum_made = _prior_above(made, max_tokens)
+        mass += share_of_prior * above_made
+        summed += share_of_prior * sum_made
         return min(max(summed / mass, made + 1.0), float(max_tokens))
 
     def quantile(
         self, q: float, tenant: str, priority_class: str, prompt_tokens: int, *, max_tokens: int, made: int = 0
     ) -> int:
         """The fewest output tokens in all that such a request does not exceed with probability `q`, 0 < q <= 1."""
-        mixture = self._mixture(tenant, priority_class, prompt_tokens)
+        parts, share_of_prior = self._mixture(tenant, priority_class, prompt_tokens)
 
         def mass_above(tokens: int) -> float:
-            return sum(share * _above(histogram, tokens, max_tokens)[0] for share, histogram in mixture)
+            above = first_bin_above(tokens)
+            seen = sum(share * histogram.above(tokens, above)[0] for share, histogram in parts)
+            return seen + share_of_prior * _prior_above(tokens, max_tokens)[0]
 
         if made >= max_tokens:
             return max_tokens
@@ -171,16 +189,14 @@ class LengthPredictor:
             self._histograms.move_to_end(key)
             histogram.observe(output_tokens)
 
-    def _mixture(self, tenant: str, priority_class: str, prompt_tokens: int) -> list[tuple[float, Histogram | None]]:
-        """(share, histogram), nearest first; None stands for the prior. The shares add up to 1."""
+    def _mixture(self, tenant: str, priority_class: str, prompt_tokens: int) -> Mixture:
         asked = tenant, priority_class, prompt_tokens.bit_length()
         known = self._mixtures.get(asked)
         if known is not None:
             return known
         if len(self._mixtures) >= MAX_KEYS:
             self._mixtures.clear()
-        parts: list[tuple[float, Histogram | None]] = []
-        self._mixtures[asked] = parts
+        parts: list[tuple[float, Histogram]] = []
         left = 1.0
         for key in _keys(tenant, priority_class, prompt_tokens):
             histogram = self._histograms.get(key)
@@ -188,8 +204,8 @@ class LengthPredictor:
                 share = left * histogram.weight / (histogram.weight + PRIOR_OBSERVATIONS)
                 parts.append((share, histogram))
                 left -= share
-        parts.append((left, None))
-        return parts
+        mixture = self._mixtures[asked] = parts, left
+        return mixture
 
 
 def _keys(tenant: str, priority_class: str, prompt_tokens: int) -> tuple[Key, ...]:
@@ -198,9 +214,7 @@ def _keys(tenant: str, priority_class: str, prompt_tokens: int) -> tuple[Key, ..
     return (tenant, priority_class, bucket), (priority_class, bucket), (priority_class,), ()
 
 
-def _above(histogram: Histogram | None, tokens: int, max_tokens: int) -> tuple[float, float]:
-    """`Histogram.above`, also of the prior: lengths 1 … max_tokens, equally likely."""
-    if histogram is not None:
-        return histogram.above(tokens)
+def _prior_above(tokens: int, max_tokens: int) -> tuple[float, float]:
+    """`Histogram.above` of the prior: lengths 1 … max_tokens, equally likely."""
     mass = (max_tokens - tokens) / max_tokens
     return mass, mass * (tokens + 1 + max_tokens) / 2
