@@ -212,15 +212,16 @@ class BlockPool(Generic[K]):
                 belongs to nobody, or is missing.
         """
         held = Counter(chain.from_iterable(self._tables.values()))
-        places = [*self._free, *self._cached, *held]
-        if sorted(places) != list(range(self.blocks_total)):
+        places, total, refs = [*self._free, *self._cached, *held], self.blocks_total, self._refs
+        if len(places) != total or set(places) != set(range(total)):
             raise IntegrityError(
                 f"{len(self._free)} free + {len(self._cached)} cached + {len(held)} used blocks are not "
                 f"{self.blocks_total}, or a block is in two places"
             )
         if any(len(set(table)) != len(table) for table in self._tables.values()):
             raise IntegrityError("a block is in one table twice")
-        if {block: refs for block, refs in enumerate(self._refs) if refs} != held:
+        # Those of the blocks that are held, and of no others.
+        if [refs[block] for block in held] != [*held.values()] or refs.count(0) != total - len(held):
             raise IntegrityError("a block's references are not the tables that it is in")
         self._check_hashes()
         if self._tables.keys() != tokens_held.keys():
@@ -234,7 +235,8 @@ class BlockPool(Generic[K]):
                 raise IntegrityError(f"a table has room for {room} tokens and holds {tokens}")
 
     def _check_hashes(self) -> None:
-        if {block: prefix_hash for prefix_hash, block in self._by_hash.items()} != self._hashes:
+        by_hash, hashes = self._by_hash, self._hashes
+        if len(by_hash) != len(hashes) or [*map(hashes.get, by_hash.values())] != [*by_hash]:
             raise IntegrityError("registered blocks and their hashes do not match")
-        if not self._cached.keys() <= self._hashes.keys() or not self._hashes.keys().isdisjoint(self._free):
+        if not self._cached.keys() <= hashes.keys() or not hashes.keys().isdisjoint(self._free):
             raise IntegrityError("a cached block is registered nowhere, or a plain free one is")

@@ -266,6 +266,19 @@ def _counted_wrong(p: BlockPool[str]) -> None:
     p._refs[p.table("a")[0]] = 2
 
 
+def _free_and_counted(p: BlockPool[str]) -> None:
+    p._refs[p._free[0]] = 1
+
+
+def _outside(p: BlockPool[str]) -> None:
+    p._free[0] = p.blocks_total
+
+
+def _found_twice(p: BlockPool[str]) -> None:
+    x = p._by_hash.pop(b"x")
+    p._by_hash |= {b"y": x, b"x": x}
+
+
 def _registered_and_plain_free(p: BlockPool[str]) -> None:
     p._hashes[p._free[0]] = b"z"
     p._by_hash[b"z"] = p._free[0]
@@ -294,6 +307,9 @@ def _twice_in_one_table(p: BlockPool[str]) -> None:
         _ownerless,
         _short,
         _counted_wrong,
+        _free_and_counted,
+        _outside,
+        _found_twice,
         _registered_and_plain_free,
         _found_elsewhere,
         _cached_without_a_hash,
