@@ -24,13 +24,17 @@ def check_routers(cores: Sequence[RouterCore], live: Mapping[RequestId, int]) ->
         open_at = {i: one.replica_id for i, one in core._live.items() if one.replica_id is not None}
         if reserved != open_at:
             yield f"router {number}: reservations are not the work in flight: {sorted(reserved.items() ^ open_at.items())[:3]}"
-        queue = core._dispatcher.queue
-        for request_id, one in core._live.items():
-            places = (request_id in queue) + (one.replica_id is not None)
-            if places > 1 or (places == 0 and one.suspicion is None):
-                yield f"{request_id} is in {places} places of router {number}"
-            if seen.setdefault(request_id, number) != number:
-                yield f"{request_id} is in two routers"
+        own, queued = core._live.keys(), core._dispatcher.queue._members.keys()
+        for request_id in sorted(queued & open_at.keys()):
+            yield f"{request_id} is in 2 places of router {number}"
+        for request_id in sorted(own - queued - open_at.keys()):
+            if core._live[request_id].suspicion is None:
+                yield f"{request_id} is in 0 places of router {number}"
+        if dead := queued - own:
+            yield f"{min(dead)} is queued in router {number} and not live there"
+        for request_id in sorted(own & seen.keys()):
+            yield f"{request_id} is in two routers"
+        seen |= dict.fromkeys(own, number)
     if lost := live.keys() - seen.keys():
         yield f"{min(lost)} has not ended and is nowhere"
     if undead := seen.keys() - live.keys():

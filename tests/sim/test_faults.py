@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,10 +12,12 @@ from cluster.engine.engine import Engine
 from cluster.engine.scheduling import admission
 from cluster.engine.scheduling.victims import NoRoom
 from cluster.types import Outcome, RequestId
+from ops.sim.checks import check_routers
 from ops.sim.engine import SimEngine
 from ops.sim.faults import OF_MOVES, Fault, FaultKind, MovePoint
 from ops.sim.values import Arrival
-from ops.sim.world import simulate
+from ops.sim.world import World, simulate
+from router.core import RouterCore
 from router.view import Replica
 from tests.sim.kit import cluster, work
 
@@ -99,6 +103,66 @@ def test_a_reservation_that_is_not_given_back_is_seen(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Replica, "release", forgetful)
     result = simulate(work(40, 30), cluster(2))
     assert any("reservations are not the work in flight" in what for what in result.invariant_violations)
+
+
+def _open_and_queued(one: RouterCore, other: RouterCore) -> None:
+    del other
+    members = one._dispatcher.queue._members
+    running = next(request_id for request_id, live in one._live.items() if live.replica_id is not None)
+    members[running] = next(iter(members.values()))
+
+
+def _nowhere(one: RouterCore, other: RouterCore) -> None:
+    del other
+    one._dispatcher.queue._members.popitem()
+
+
+def _queued_after_its_end(one: RouterCore, other: RouterCore) -> None:
+    del other
+    members = one._dispatcher.queue._members
+    members[RequestId("ghost")] = next(iter(members.values()))
+
+
+def _in_two_routers(one: RouterCore, other: RouterCore) -> None:
+    request_id, waiting = one._dispatcher.queue._members.popitem()
+    one._dispatcher.queue._members[request_id] = other._dispatcher.queue._members[request_id] = waiting
+    other._live[request_id] = one._live[request_id]
+
+
+def _forgotten(one: RouterCore, other: RouterCore) -> None:
+    del other
+    request_id, _ = one._dispatcher.queue._members.popitem()
+    del one._live[request_id]
+
+
+def _reserved_for_nobody(one: RouterCore, other: RouterCore) -> None:
+    del other
+    live = next(live for live in one._live.values() if live.replica_id is not None)
+    live.replica_id, live.suspicion = None, object()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("damage", "seen"),
+    [
+        (_open_and_queued, "is in 2 places of router 0"),
+        (_nowhere, "is in 0 places of router 0"),
+        (_queued_after_its_end, "ghost is queued in router 0 and not live there"),
+        (_in_two_routers, "is in two routers"),
+        (_forgotten, "has not ended and is nowhere"),
+        (_reserved_for_nobody, "reservations are not the work in flight"),
+    ],
+)
+def test_a_request_that_is_in_no_place_or_in_two_is_seen(
+    damage: Callable[[RouterCore, RouterCore], None], seen: str
+) -> None:
+    world = World(cluster(2, routers=2), None, 0, None, None, None)
+    arrivals = [Arrival(k / 1000, RequestId(f"r{k}"), 50, 400) for k in range(100)]
+    with world.loop.running():
+        world.begin()
+        world.run(arrivals, 0.5, None)
+        assert list(check_routers(world._cores, world._clients.live)) == []
+        damage(world._cores[0], world._cores[1])
+        assert [what for what in check_routers(world._cores, world._clients.live) if seen in what]
 
 
 def test_blocks_that_are_not_given_back_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
