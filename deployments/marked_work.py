@@ -76,13 +76,19 @@ class MarkedWork:
 
     def strictest_trial(self, session: RouterSession | None = None) -> Trial:
         """Of those of others than `session`."""
+        if not self._tried:  # as almost always, and asked with every report
+            return Trial.NONE
         return max((t.trial for t in self._tried.values() if t.session is not session), default=Trial.NONE)
 
     def alone(self, session: RouterSession | None) -> int:
         """The sequence of the session's own suspect that has the replica to itself; 0: none has."""
+        if not self._tried:
+            return 0
         mine = (t.sequence for t in self._tried.values() if t.session is session and t.trial is Trial.ALONE)
         return next(mine, 0)
 
     def shared_by_others(self, session: RouterSession | None, now_s: float) -> tuple[SharedWork, ...]:
+        if not self._shared:
+            return ()
         others = [s for s in self._shared.values() if s.session is not session and not s.preempted]
         return tuple(SharedWork(s.priority, now_s - s.since_s) for s in others[-_SHARED_TOLD:])

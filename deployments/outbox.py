@@ -63,7 +63,8 @@ class _AttemptLog:
 
     @property
     def unsent_bytes(self) -> int:
-        size = sum(len(p) + _TOKEN_BYTES for p in self.pieces[self.sent :]) + sum(map(len, self.logprobs[self.sent :]))
+        pieces, logprobs = self.pieces[self.sent :], self.logprobs[self.sent :]
+        size = sum(map(len, pieces)) + _TOKEN_BYTES * len(pieces) + sum(map(len, logprobs))
         return size if self.prompt_sent else size + sum(map(len, self.prompt_logprobs))
 
     @property
@@ -78,7 +79,7 @@ class _AttemptLog:
             self.cached_tokens = delta.cached_tokens
         self.ids.extend(delta.token_ids)
         self.pieces.extend(delta.pieces)
-        size = sum(len(p) + _TOKEN_BYTES for p in delta.pieces)
+        size = sum(map(len, delta.pieces)) + _TOKEN_BYTES * len(delta.pieces)
         if delta.logprobs:
             logprobs = [_encode(logprob) for logprob in delta.logprobs]
             self.logprobs.extend(logprobs)
@@ -157,8 +158,8 @@ class Outbox:
             raise AssertionError(f"attempt {key} went from token {expected} to {delta.index}")
         self._unsent_bytes += log.record(delta)
         if delta.finish is not None:
-            self._finished[key] = log.held_bytes
-            self._finished_bytes += log.held_bytes
+            self._finished[key] = held_bytes = log.held_bytes
+            self._finished_bytes += held_bytes
         self._dirty[key] = log
         return True
 

@@ -64,6 +64,8 @@ class Weather:
 
     def copies(self, frame: StepFrame) -> int:
         """How often it arrives."""
+        if not (self.lost_share or self.doubled_share):
+            return 1
         told = frame.refusals or frame.preempted
         bare = not (told or frame.deltas or frame.prefixes or frame.moves)
         return self._copies(may_be_lost=bare, may_be_doubled=not told)
