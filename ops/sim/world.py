@@ -43,6 +43,8 @@ from router.routing import NO_FAVOUR, Need, Placement
 
 TICK_S = 0.1
 """Routers tick so often."""
+LOOK_S = 0.1
+"""It is looked so often how far it has come, and whether anything still ends."""
 RUSH_TOKENS = 100
 """Prompt and output of each request of a rush."""
 CHECKED_AT_ONCE = 4
@@ -192,7 +194,7 @@ class World:
         self._next_arrival(iter(arrivals))
         loop, check_every = self.loop, self._config.check_every
         patience_s = max((f.over_s for f in self._config.faults), default=0.0)
-        shown_s, next_check = 0.0, check_every
+        look_s, next_check = 0.0, check_every
         while self._arriving or self._clients.awaited:
             if until_s is not None and (loop.next_s or 0.0) > until_s:
                 return
@@ -200,9 +202,11 @@ class World:
             if loop.events >= next_check:
                 next_check += check_every
                 self._check(CHECKED_AT_ONCE)
-            if progress is not None and loop.now_s >= shown_s:
+            if loop.now_s < look_s:
+                continue
+            look_s = loop.now_s + LOOK_S
+            if progress is not None:
                 progress(loop.now_s)
-                shown_s = loop.now_s + 0.1
             if not self._arriving and loop.now_s > max(patience_s, self._ended_s) + self._config.unended_max_s:
                 self._violations.append(f"{len(self._clients.live)} requests do not end: {min(self._clients.live)} …")
                 return
