@@ -12,7 +12,9 @@ tenant has there with it, since tenants of a band are served evenly.
 Who is sent out at once still waits on its replica until the prompts there that are as urgent have been run. Where that is
 longer than its class's longest wait it is refused, and the sooner the longer its own prompt is, since the next one waits for
 that too: of all that might be refused under overload, the longest spare the others most. Even the longest is let in where it
-begins within half of the wait.
+begins within half of the wait. The replica that placement prefers may be one that begins late, for what it holds of the prompt
+or for who would give way elsewhere: nobody is refused for that while another with a place would begin in time, and goes there
+(router/fleet.py, `place_among`; of a large fleet as many are looked at as of a small one).
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Pace(msgspec.Struct, frozen=True):
     """From being sent out to the first token."""
     next_token_s: float | None = None
     prompts: Prompts | None = None
-    """On the replica that it is sent to at once; None too where it is sent nowhere yet."""
+    """On the replica that it is sent to at once, one that begins it in time where one was found; None too where it is sent nowhere
+    yet."""
 
 
 class Prompts(msgspec.Struct, frozen=True):
@@ -196,7 +199,7 @@ def _too_late(facts: RequestFacts, view: AdmissionView, *, starts: bool) -> _Ref
         numbers = {"predicted_wait_s": round(wait_s, 1), "longest_wait_s": view.longest_wait_s, "ahead": pace.ahead}
         return Outcome.REJECTED_WAIT, "", numbers
     prompts = pace.prompts
-    if prompts is not None and prompts.ahead_s > begun_within_s(view.longest_wait_s, prompts.own_s):
+    if prompts is not None and not begins_in_time(prompts, view.longest_wait_s):
         numbers = {"prompts_ahead_s": round(prompts.ahead_s, 2), "own_prompt_s": round(prompts.own_s, 2)}
         return Outcome.REJECTED_WAIT, "", numbers | {"longest_wait_s": view.longest_wait_s}
     first_token_s = facts.age_s + (wait_s or 0.0) + (pace.first_token_s or 0.0)
@@ -224,6 +227,11 @@ def predicted_wait_s(pace: Pace, service: int) -> float | None:
     if pace.share_per_s:
         waits_s.append(max(pace.ageing_after_s, (pace.ahead + service) / pace.share_per_s))
     return min(waits_s, default=None)
+
+
+def begins_in_time(prompts: Prompts, longest_wait_s: float) -> bool:
+    """Whether a replica where these are run begins the request soon enough for it to be let in."""
+    return prompts.ahead_s <= begun_within_s(longest_wait_s, prompts.own_s)
 
 
 def begun_within_s(longest_wait_s: float, own_prompt_s: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from cluster.config import RouterConfig
 from router.admission import (
@@ -22,6 +22,7 @@ from router.admission import (
     RequestFacts,
     backlog_seconds,
     begins_freely,
+    begins_in_time,
     decide,
     evenly_ahead,
     retry_after_s,
@@ -32,8 +33,16 @@ from router.live import Live
 from router.metrics_sink import ADMITTED, QUEUED, RouterMetrics
 from router.pace import DrainRate, ServiceTimes
 from router.queue import BandQueue
-from router.routing import Need, Placement
+from router.routing import Need, Placement, prompts_ahead, steps_of
 from router.view import Replica
+
+
+class _Place(Protocol):
+    def __call__(
+        self, live: Live, need: Need, now_s: float, among: Callable[[Replica], bool] | None = None
+    ) -> Placement | None:
+        """Where a request can go now, if anywhere; of the replicas that `among` holds for."""
+        ...
 
 
 class Arrivals:
@@ -48,10 +57,11 @@ class Arrivals:
         fleet: Fleet,
         queue: BandQueue,
         gates: GateKeeper,
-        place: Callable[[Live, Need, float], Placement | None],
+        place: _Place,
         prompt_left: Callable[[Live, Replica], int],
     ) -> None:
-        """`place`: where a request can go now, if anywhere. `prompt_left`: tokens of it that are to be run there."""
+        """`place`: the placement that it is asked for last is where the request goes. `prompt_left`: tokens of it that are to
+        be run there."""
         self._config = config
         self._rng = rng
         self._metrics = metrics
@@ -103,7 +113,7 @@ class Arrivals:
             decision: Admit | Queue | Reject = ADMIT
         else:
             facts = self._facts(first, need, len(lives), now_s)
-            prompts = None if placement is None or longest_wait_s is None else self._prompts(first, placement, now_s)
+            prompts = None if placement is None else self._prompts(first, need, placement, now_s)
             view = self._admission_view(facts, first, prompts, now_s, room=room, draining=draining)
             decision = decide(facts, view, self._rng)
         match decision:
@@ -128,14 +138,29 @@ class Arrivals:
             return None
         return self._place(live, need, now_s)
 
-    def _prompts(self, live: Live, placement: Placement, now_s: float) -> Prompts | None:
-        """None: how long they take has not been measured."""
-        step_s = self.times.prompt_step_s(live.priority_class.name)
-        if step_s is None:
+    def _prompts(self, live: Live, need: Need, placement: Placement, now_s: float) -> Prompts | None:
+        """Where it is placed; where that is too late and another replica would begin it in time, it is placed there.
+        None: its class states no wait, or how long they take has not been measured."""
+        longest_wait_s, step_s = live.priority_class.longest_wait_s, self.times.prompt_step_s(live.priority_class.name)
+        if longest_wait_s is None or step_s is None:
             return None
-        replica = self._fleet[placement.replica_id]
-        ahead = self._fleet.steps_ahead(replica.replica_id, live.request.priority, now_s)
-        return Prompts(ahead * step_s, replica.steps(self._prompt_left(live, replica)) * step_s)
+
+        preferred = self._fleet[placement.replica_id]
+        steps_a_token = steps_of(1, need, preferred.view(self._config, now_s))
+        # What is measured is the mean of all, by the most that a step runs. It is taken to hold where the request is placed; where
+        # more decode beside a prompt than there, it takes longer.
+        each_s = step_s * preferred.steps(1) / steps_a_token if steps_a_token else step_s
+
+        def on(replica: Replica) -> Prompts:
+            view = replica.view(self._config, now_s)
+            ahead, left = prompts_ahead(need.priority, view), self._prompt_left(live, replica)
+            return Prompts(steps_of(ahead, need, view) * each_s, steps_of(left, need, view) * each_s)
+
+        prompts = on(preferred)
+        if begins_in_time(prompts, longest_wait_s):
+            return prompts
+        other = self._place(live, need, now_s, lambda replica: begins_in_time(on(replica), longest_wait_s))
+        return prompts if other is None else on(self._fleet[other.replica_id])
 
     def _facts(self, live: Live, need: Need, count: int, now_s: float) -> RequestFacts:
         request = live.request

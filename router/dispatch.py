@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from cluster.config import RouterConfig, WithinTenant
 from cluster.control.gates import DEMAND_PERIOD_S
@@ -168,8 +168,14 @@ class Dispatcher:
             placement = self._fleet.place_off(live.erred_on, need, now_s, self._rng, favour) or placement
         return live, placement
 
-    def _place_arrival(self, live: Live, need: Need, now_s: float) -> Placement | None:
-        placement = self._fleet.place(need, now_s, self._rng, self._favour(live, need, now_s))
+    def _place_arrival(
+        self, live: Live, need: Need, now_s: float, among: Callable[[Replica], bool] | None = None
+    ) -> Placement | None:
+        favour = self._favour(live, need, now_s)
+        if among is None:
+            placement = self._fleet.place(need, now_s, self._rng, favour)
+        else:
+            placement = self._fleet.place_among(among, need, now_s, self._rng, favour)
         self._judged = None if placement is None else (live, placement)
         return placement
 

@@ -19,6 +19,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cluster.config import RouterConfig
@@ -259,6 +260,22 @@ class Fleet:
     ) -> Placement | None:
         """As `place`, on none of `avoided`; all others are looked at, however many there are, so it is for what is rare."""
         return choose(need, [view for view in self.views(now_s) if view.replica_id not in avoided], rng, favour)
+    def place_among(
+        self,
+        among: Callable[[Replica], bool],
+        need: Need,
+        now_s: float,
+        rng: random.Random,
+        favour: Mapping[ReplicaId, float] = NO_FAVOUR,
+    ) -> Placement | None:
+        """Where `need` goes now of the replicas that `among` holds for, by `routing.choose`; None where none of these has a
+        place. Of more than SCAN_REPLICAS so many are drawn and looked at, and those that are favoured: where one in twenty
+        has a place, 96 of 100 looks find one."""
+        ids: Iterable[ReplicaId] = self._replicas
+        if len(self._replicas) > SCAN_REPLICAS:
+            ids = dict.fromkeys((*favour, *rng.sample(tuple(self._replicas), SCAN_REPLICAS)))
+        replicas = (replica for i in ids if (replica := self._replicas.get(i)) is not None)
+        return choose(need, [r.view(self._config, now_s) for r in replicas if among(r)], rng, favour)
 
     def _of_all(
         self, need: Need, now_s: float, rng: random.Random, favour: Mapping[ReplicaId, float]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.config import PriorityClass, RouterConfig
-from cluster.types import Generation, Outcome, ReplicaState
+from cluster.messages import StepFrame
+from cluster.types import EngineLoad, Generation, Outcome, PriorityLoad, ReplicaState
 from router.admission import (
     AdmissionView,
     Admit,
@@ -27,7 +30,8 @@ from router.admission import (
 from router.pace import DrainRate, MeanTime, ServiceTimes
 from router.routing import Need
 from router.terms import Terms
-from tests.unit.fake_replica import Bench
+from tests.unit.fake_replica import Bench, FakeReplica
+from tests.unit.test_router_prefixes import hashes, held
 
 STANDARD = PriorityClass(name="standard", priority=0, max_queued_requests=10, max_queued_bytes=1000)
 
@@ -263,6 +267,89 @@ def test_many_short_prompts_at_once_are_let_in_where_a_few_steps_run_them_all() 
         replica.turn()
     submitted = [bench.submit(f"{k}", prompt=10) for k in range(48)]
     assert [bench.outcome(request) for request in submitted] == [None] * 48
+
+
+SLOTS, STEP_TOKENS, STEP_BLOCKS = 4, 160, 10
+
+
+def measure_a_second_a_step(bench: Bench) -> float:
+    """Eight answers of one step each, from a replica that is gone then. Returns what was measured, about 1."""
+    replica = bench.replica("seen", step_tokens=STEP_TOKENS)
+    for k in range(8):
+        bench.submit(f"seen {k}", tokens=1, prompt=STEP_TOKENS)
+        bench.clock.advance(0.999)  # with the millisecond of each that is submitted
+        replica.turn()
+    replica.die()
+    step_s = bench.core._dispatcher.arrivals.times.prompt_step_s("standard")
+    assert step_s is not None
+    assert step_s == pytest.approx(1.0, rel=0.01)
+    return step_s
+
+
+def tell(replica: FakeReplica, urgent: int, lesser: int, steps: int, blocks: list[int], slots: int = SLOTS) -> None:
+    """It runs so many requests, the urgent ones with so many steps of prompts left, and holds these blocks."""
+    levels = PriorityLoad(-10, lesser, lesser), PriorityLoad(0, urgent, urgent, STEP_TOKENS * steps)
+    load = EngineLoad(
+        slots_total=slots, blocks_total=1000, blocks_free=1000 - urgent - lesser, block_size_tokens=16,
+        step_tokens=STEP_TOKENS, running=tuple(level for level in levels if level.requests),
+    )  # fmt: skip
+    told = msgspec.structs.replace(replica.report(), load=load)
+    replica.listener.frame(replica.replica_id, replica.generation, StepFrame(told, prefixes=held(blocks, afresh=True)))
+
+
+@pytest.mark.parametrize(("replicas", "rounds"), [(1, 100), (2, 200), (5, 400), (100, 40)])
+def test_refused_for_prompts_ahead_only_where_no_replica_with_a_place_would_begin_it_in_time(
+    replicas: int, rounds: int
+) -> None:
+    """By brute force, over replicas that run urgent and lesser work and hold parts of the prompt. A step takes a second: of its 160
+    tokens those who decode take four at most, which makes no difference to a wait of 10.8 s and whole steps. Of a hundred not all
+    are looked at: many of them would do, or none."""
+    rng = random.Random(replicas)
+    standard = PriorityClass(name="standard", priority=0, longest_wait_s=10.8)
+    bench = Bench(RouterConfig(classes=(standard,), expected_output_tokens=1))
+    step_s = measure_a_second_a_step(bench)
+    members = [bench.replica(f"r{k}") for k in range(replicas)]
+    seen: Counter[Outcome | None] = Counter()
+    for number in range(rounds):
+        steps, least, known = rng.randint(1, 16), rng.choice((0, 4, 4, 10)), rng.random() < 0.5
+        blocks = hashes(tuple(range(1, STEP_TOKENS * steps + 1)), block=16)
+        with_place, in_time = set(), set()
+        for member in members:
+            urgent = rng.randint(least > 0, SLOTS)
+            lesser, ahead = rng.randint(0, SLOTS - urgent), rng.randint(least, 13) if urgent else 0
+            holds = rng.choice((0, steps // 2, steps - 1)) if known else 0
+            tell(member, urgent, lesser, ahead, blocks[: STEP_BLOCKS * holds])
+            if urgent < SLOTS:
+                with_place.add(member.replica_id)
+                if ahead * step_s <= max(0.9 * 10.8 - (steps - holds) * step_s, 10.8 / 2):
+                    in_time.add(member.replica_id)
+        request = bench.submit(f"{number}", prompt=STEP_TOKENS * steps)
+        outcome = bench.outcome(request)
+        went = {m.replica_id for m in members if any(r.request_id == request.request_id for r, _ in m.added)}
+        assert (outcome is Outcome.REJECTED_WAIT) is bool(with_place and not in_time)
+        assert went <= in_time
+        assert len(went) == bool(in_time)
+        seen[outcome] += 1
+        bench.core.cancel(request.request_id)
+    assert min(seen[Outcome.REJECTED_WAIT], seen[None]) > rounds // 20
+
+
+@pytest.mark.parametrize(("decode", "refused"), [(9, False), (100, True)])
+def test_another_replica_begins_it_in_time_only_if_what_decodes_there_lets_the_prompts_be_run_so_soon(
+    decode: int, refused: bool
+) -> None:
+    """Half of 10.8 s is too short for the six steps of prompts on the one that would have the first token soonest. Five steps are
+    not, unless 100 others decode beside them: 110 of 160 tokens are left for prompts then."""
+    standard = PriorityClass(name="standard", priority=0, longest_wait_s=10.8)
+    bench = Bench(RouterConfig(classes=(standard,), expected_output_tokens=1))
+    measure_a_second_a_step(bench)
+    holder, other = bench.replica("holder"), bench.replica("other")
+    blocks = hashes(tuple(range(1, 16 * STEP_TOKENS + 1)), block=16)
+    tell(holder, 1, 0, 6, blocks[: 8 * STEP_BLOCKS], slots=200)
+    tell(other, 1, decode, 5, [], slots=200)
+    outcome = bench.outcome(bench.submit("long", prompt=16 * STEP_TOKENS))
+    assert outcome is (Outcome.REJECTED_WAIT if refused else None)
+    assert (len(holder.added), len(other.added)) == (0, 0 if refused else 1)
 
 
 @pytest.mark.parametrize("tenth", [None, 10.0])
