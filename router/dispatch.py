@@ -40,6 +40,9 @@ from router.view import Condition, Replica, Reservation
 
 HABIT = 1e-6
 """Of a capacity: what decides between equals alone."""
+SPARED = 2
+"""Steps that a replica need not run of a prompt are worth so many steps of waiting there: they are spared to the request, and to
+whoever comes behind it; and who waits leaves no second copy, which would push others' beginnings out of a cache."""
 
 
 class Dispatcher:
@@ -203,7 +206,7 @@ class Dispatcher:
         """What it is worth that a replica need not run so many tokens of a prompt."""
         replica = self._fleet.known(replica_id)
         steps = 0.0 if replica is None else steps_of(tokens, need, replica.view(self._config, now_s))
-        return steps + self._config.affinity_weight * tokens / need.prompt_tokens
+        return SPARED * steps + self._config.affinity_weight * tokens / need.prompt_tokens
 
     # --- the other routers ---
 

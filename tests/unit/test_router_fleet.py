@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from cluster.config import RouterConfig
+from cluster.messages import StepFrame
 from cluster.types import (
     EngineLoad,
     Generation,
@@ -25,6 +26,7 @@ from router.routing import Need, Placement, choose, prompts_ahead
 from router.terms import Terms
 from router.view import Replica, ReplicaView, Reservation
 from tests.unit.fake_replica import Bench, FakeReplica
+from tests.unit.test_router_prefixes import hashes, held
 
 BLOCK = 16
 BENCH = Bench()
@@ -269,6 +271,21 @@ def test_what_is_held_of_a_prompt_is_worth_the_steps_that_it_would_fill_beside_w
     idle = bench.replica("idle", slots=100, blocks=10_000, step_tokens=128)
     bench.submit("next", tokens=1, prompt=1200)
     assert (len(busy.added), len(idle.added)) == (92, 0)
+
+
+@pytest.mark.parametrize(("ahead", "follows"), [(19, True), (22, False)])
+def test_request_waits_for_two_steps_where_that_spares_one_and_no_longer(ahead: int, follows: bool) -> None:
+    """Ten steps of its prompt are held where so many stand ahead; elsewhere nothing is."""
+    bench = Bench(RouterConfig(expected_output_tokens=1, affinity_weight=1e-9))
+    holder = bench.replica("holder", slots=100, blocks=10_000, step_tokens=160)
+    bench.submit("first", tokens=1, prompt=1601)
+    holder.turn()
+    told = StepFrame(holder.report(), prefixes=held(hashes(tuple(range(1, 1602)), block=BLOCK), afresh=True))
+    bench.core.frame(holder.replica_id, holder.generation, told)
+    bench.submit("ahead", "standard", tokens=9, prompt=160 * ahead, tenant="other")
+    idle = bench.replica("idle", slots=100, blocks=10_000, step_tokens=160)
+    bench.submit("next", tokens=1, prompt=1601)
+    assert (len(holder.added), len(idle.added)) == ((3, 0) if follows else (2, 1))
 
 
 def test_what_a_lost_replica_had_draws_nothing_to_its_successor() -> None:
