@@ -7,10 +7,12 @@ earlier one says is not heard. `place` finds a place where there is one.
 Up to SCAN_REPLICAS every replica is looked at for every placement: also those where less urgent work gives way, where prompts
 would be waited for at the place that is free. Of more, two are drawn from those with a free slot,
 and the one that is favoured is added: the better of two drawn is nearly as good as the best of all (Mitzenmacher, "The
-Power of Two Choices in Randomized Load Balancing"). Only where these cannot take the request the others with a free slot
-are looked at, then two drawn from those that run the least urgent work, then all. Those two are looked at too where prompts
-would be waited for at the place that was found: few replicas may have a free slot, and all would go there. A request for which there was no place
-anywhere is held against those replicas only that have changed since.
+Power of Two Choices in Randomized Load Balancing"). Only where these do not hold the request freely two are drawn from those
+with a free slot that have the blocks for it, as far as an index tells, and then all of these are looked at; then two drawn from
+those that run the least urgent work, beside the first; then all. Those two are looked at too where prompts would be waited for at
+the place that was found: few replicas may have a free slot, and all would go there. A request for which there was no place
+anywhere is held against those replicas only that have changed since. (Looked at all with a free slot, a pick took 6 ms where
+lesser work filled the blocks of 1,000 replicas.)
 """
 
 from __future__ import annotations
@@ -71,6 +73,9 @@ class IdSet:
     def __iter__(self) -> Iterator[ReplicaId]:
         return iter(self._ids)
 
+    def __contains__(self, replica_id: ReplicaId) -> bool:
+        return replica_id in self._at
+
     def add(self, replica_id: ReplicaId) -> None:
         if replica_id not in self._at:
             self._at[replica_id] = len(self._ids)
@@ -117,6 +122,12 @@ class Fleet:
         """Replicas that have changed since the index was looked at, beside these."""
         self._open = IdSet()
         """Those with a slot that nothing runs in."""
+        self._roomy: dict[int, IdSet] = {}
+        """These by the room of the blocks that may be free there, as it was when anybody asked for it."""
+        self._room: dict[ReplicaId, int] = {}
+        """In which of them each is."""
+        self._unroomed: dict[ReplicaId, None] = {}
+        """Replicas that have changed since. Room changes with each step, and is seldom asked for."""
         self._running: dict[int, IdSet] = {}
         """By the priority of the least urgent work that runs there."""
         self._indexed: dict[ReplicaId, _IndexPlace] = {}
@@ -292,18 +303,34 @@ class Fleet:
     ) -> Placement | None:
         self._index()
         drawn = dict.fromkeys((*self._open.two(rng), *favour))
-        placement = choose(need, self._views_of(drawn, now_s), rng, favour)
-        if placement is not None and placement.free and self._begins_soon(need, placement, now_s):
-            return placement
-        if placement is None or not placement.free:
-            placement = choose(need, self._views_of(self._open, now_s), rng, favour)
+        placement = choose(need, self._views_of(drawn, now_s), rng, favour, free=True)
+        if placement is None:
+            placement = self._of_roomy(need, now_s, rng, favour)
         if placement is not None and self._begins_soon(need, placement, now_s):
             return placement
+        beside = drawn if placement is None else ()
         for priority in sorted(p for p in self._running if p < need.priority):
-            pushing = choose(need, self._views_of(self._running[priority].two(rng), now_s), rng, favour)
+            two = self._running[priority].two(rng)
+            pushing = choose(need, self._views_of(dict.fromkeys((*beside, *two)), now_s), rng, favour)
             if pushing is not None:
                 return pushing if placement is None or pushing.score < placement.score else placement
         return choose(need, self.views(now_s), rng, favour) if placement is None else placement
+
+    def _of_roomy(
+        self, need: Need, now_s: float, rng: random.Random, favour: Mapping[ReplicaId, float]
+    ) -> Placement | None:
+        """A place that is free, if there is any: the better of two drawn, or else the best of the first that have one."""
+        if not len(self._open):
+            return None
+        self._index_rooms()
+        least = _room_of(need.tokens)
+        ids = [i for room, roomy in self._roomy.items() if room >= least for i in roomy]
+        two = rng.sample(ids, min(2, len(ids)))
+        for some in (two, *(ids[k : k + SCAN_REPLICAS] for k in range(0, len(ids), SCAN_REPLICAS))):
+            placement = choose(need, self._views_of(some, now_s), rng, favour, free=True)
+            if placement is not None:
+                return placement
+        return None
 
     def _begins_soon(self, need: Need, placement: Placement, now_s: float) -> bool:
         """Whether the prompts that go before it there are run within a step."""
@@ -337,7 +364,25 @@ class Fleet:
             if place != before:
                 self._drop(replica_id, before)
                 self._put(replica_id, place)
+        self._unroomed.update(self._unindexed)
         self._unindexed.clear()
+
+    def _index_rooms(self) -> None:
+        """Bring these up to the index."""
+        for replica_id in self._unroomed:
+            before, room = self._room.pop(replica_id, None), None
+            if replica_id in self._open:
+                replica = self._replicas[replica_id]
+                room = self._room[replica_id] = _room_of(replica.blocks_free_most() * replica.block_size_tokens)
+            if room == before:
+                continue
+            if before is not None:
+                self._roomy[before].discard(replica_id)
+                if not len(self._roomy[before]):
+                    del self._roomy[before]
+            if room is not None:
+                self._roomy.setdefault(room, IdSet()).add(replica_id)
+        self._unroomed.clear()
 
     def _drop(self, replica_id: ReplicaId, place: _IndexPlace) -> None:
         is_open, lowest, pool = place
@@ -367,6 +412,12 @@ class Fleet:
 _IndexPlace = tuple[bool, int | None, Pool | None]
 """Whether it has a slot that nothing runs in, the priority of the least urgent work that runs there, and its size."""
 _NOWHERE: _IndexPlace = (False, None, None)
+
+
+def _room_of(tokens: int) -> int:
+    """Of so many tokens' blocks: more is never less room, and of two with the same the larger is less than an eighth larger."""
+    shift = max(0, tokens.bit_length() - 4)
+    return 8 * shift + (tokens >> shift)
 
 
 def _index_place(replica: Replica) -> _IndexPlace:

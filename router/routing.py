@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -111,6 +112,9 @@ class _Level:
 
 
 NO_FAVOUR: Mapping[ReplicaId, float] = {}
+_Candidate = tuple[ReplicaView, EngineLoad, float, float]
+"""A replica where others would give way, its load, how much stands ahead there, and its score."""
+_ahead_of: Callable[[_Candidate], float] = itemgetter(2)
 
 
 def choose(
@@ -120,6 +124,7 @@ def choose(
     favour: Mapping[ReplicaId, float] = NO_FAVOUR,
     *,
     pushing: bool = False,
+    free: bool = False,
 ) -> Placement | None:
     """Where `need` goes now, or None: it stays queued.
 
@@ -130,9 +135,10 @@ def choose(
     Args:
         favour: What is taken off a replica's score.
         pushing: Only where others give way.
+        free: Only where nobody does.
     """
     block_size = wanted = wanted_max = 0
-    candidates: list[tuple[ReplicaView, EngineLoad, float, float]] = []
+    candidates: list[_Candidate] = []
     ties: list[tuple[ReplicaId, EngineLoad]] = []
     least, priority = math.inf, need.priority
     for view in views:  # few calls: this runs for every replica that is looked at
@@ -175,8 +181,13 @@ def choose(
     if ties:
         replica_id, load = ties[0] if len(ties) == 1 else rng.choice(sorted(ties))
         return Placement(replica_id, need.blocks(load.block_size_tokens), score=least)
+    if free:
+        return None
     costs: list[tuple[tuple[float, int, int, float], ReplicaId, EngineLoad]] = []
-    for view, load, ahead, score in candidates:
+    candidates.sort(key=_ahead_of)
+    for view, load, ahead, score in candidates:  # victims are dear to find, and what stands ahead decides first
+        if costs and ahead > costs[0][0][0]:
+            break
         plan = _victims(need, view, load)
         if plan is not None:
             costs.append(((ahead, *plan, score), view.replica_id, load))

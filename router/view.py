@@ -264,6 +264,19 @@ class Replica:
         assert self.report is not None
         return self.report.load.block_size_tokens
 
+    def blocks_free_most(self) -> int:
+        """No work, of whatever priority, finds more of them free (router/routing.py): others' count as reported, and this
+        router's own that may be running as predicted."""
+        if self.report is None:
+            return 0
+        load, running = self.report.load, {level.priority for level in self.report.load.running}
+        reported = load.blocks_total - load.blocks_free
+        for level in self.unreported():
+            reported += level.blocks
+            running.add(level.priority)
+        predicted = sum(own.active_blocks for own in self._own_loads() if own.priority in running)
+        return max(0, load.blocks_total - max(reported, predicted))
+
     def steps(self, prompt_tokens: float) -> float:
         """How many so many tokens of prompts fill; 0 where it does not tell how much a step runs."""
         step_tokens = 0 if self.report is None else self.report.load.step_tokens

@@ -157,6 +157,11 @@ class Scene:
     need: Need
     running: Callable[[random.Random], int]
     about: Callable[[Placement | None], bool]
+    blocks_each: Callable[[random.Random], int] = lambda _: NEED.blocks(BLOCK_SIZE_TOKENS)
+    """Of those that run."""
+
+    def report(self, replica_id: ReplicaId, rng: random.Random) -> ReplicaReport:
+        return _report(replica_id, self.running(rng), self.blocks_each(rng))
 
 
 SCENES: Mapping[str, Scene] = {
@@ -166,6 +171,14 @@ SCENES: Mapping[str, Scene] = {
     "urgent_pick": Scene(Need(10, 1024, 2048), lambda _: SLOTS, lambda p: p is not None and p.victims == 1),
     # Work as urgent fills every slot, and the same request is tried whenever a replica has changed.
     "blocked_pick": Scene(NEED, lambda _: SLOTS, lambda p: p is None),
+    # Half of all slots are free; less urgent work fills every block.
+    "full_pick": Scene(
+        Need(10, 1024, 2048), lambda _: 16, lambda p: p is not None and p.victims == 1, lambda _: BLOCKS // 16
+    ),
+    # Half of all slots are free; work as urgent fills the blocks of nine replicas in ten.
+    "tight_pick": Scene(
+        NEED, lambda _: 16, lambda p: p is not None and p.free, lambda rng: BLOCKS // (16 if rng.random() < 0.9 else 64)
+    ),
 }
 
 
@@ -187,14 +200,14 @@ def time_picks(scene: Scene, replicas: int, settings: QueueSettings) -> list[flo
     for number in range(replicas):
         linked = fleet.linked(_Port(number), NOW_S)
         assert isinstance(linked, New)
-        linked.replica.observe(_report(linked.replica.replica_id, scene.running(rng)), NOW_S)
+        linked.replica.observe(scene.report(linked.replica.replica_id, rng), NOW_S)
     members = list(fleet)
     fleet.place(scene.need, NOW_S, rng)
     times = []
     gc.collect()
     for number in range(settings.picks):
         changed = rng.choice(members)
-        changed.observe(_report(changed.replica_id, scene.running(rng)), NOW_S)
+        changed.observe(scene.report(changed.replica_id, rng), NOW_S)
         begin_ns = time.thread_time_ns()
         placement = fleet.place(scene.need, NOW_S, rng)
         times.append((time.thread_time_ns() - begin_ns) / 1000)
@@ -208,8 +221,7 @@ def time_picks(scene: Scene, replicas: int, settings: QueueSettings) -> list[flo
     return times
 
 
-def _report(replica_id: ReplicaId, running: int) -> ReplicaReport:
-    each = NEED.blocks(BLOCK_SIZE_TOKENS)
+def _report(replica_id: ReplicaId, running: int, each: int) -> ReplicaReport:
     load = EngineLoad(
         slots_total=SLOTS,
         blocks_total=BLOCKS,

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from cluster.types import ReplicaId
 from ops.bench.queue import (
     BLOCKS,
     ROUND,
@@ -36,7 +37,7 @@ def test_report_has_a_row_for_every_length_and_scene_and_the_ratio_is_of_medians
     turns, picks = time_turns(SMALL, lambda: shown.append(1)), time_all_picks(SMALL, lambda: shown.append(1))
     assert {waiting: len(times) for waiting, times in turns.items()} == {100: ROUND, 1000: ROUND}
     assert {name: len(times) for name, times in picks.items()} == dict.fromkeys(
-        ["pick_80", "urgent_pick_80", "blocked_pick_80", "pick_8"], SMALL.picks
+        ["pick_80", "urgent_pick_80", "blocked_pick_80", "full_pick_80", "tight_pick_80", "pick_8"], SMALL.picks
     )
     assert len(shown) == 1 + len(SCENES) + 1
     report = build_report({100: [1.0, 2.0, 9.0], 1000: [3.0, 3.0, 4.0]}, picks, SMALL)
@@ -64,6 +65,7 @@ def test_scene_that_is_not_what_it_is_about_is_an_error_and_no_figure() -> None:
 @pytest.mark.parametrize("name", SCENES)
 def test_scene_never_draws_more_than_a_replica_has(name: str) -> None:
     rng = random.Random(0)
-    running = [SCENES[name].running(rng) for _ in range(500)]
-    assert 0 <= min(running) <= max(running) <= SLOTS
-    assert max(running) * SCENES[name].need.blocks(16) <= BLOCKS
+    loads = [SCENES[name].report(ReplicaId("r"), rng).load for _ in range(500)]
+    assert all(0 <= level.requests <= SLOTS for load in loads for level in load.running)
+    assert all(level.blocks + load.blocks_free == BLOCKS for load in loads for level in load.running)
+    assert min(load.blocks_free for load in loads) >= 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +23,7 @@ from cluster.types import (
     RequestId,
 )
 from router.affinity import Affinity, keys_of
-from router.fleet import Fleet, IdSet, New
+from router.fleet import Fleet, IdSet, New, _room_of
 from router.routing import Need, Placement, choose, prompts_ahead
 from router.terms import Terms
 from router.view import Replica, ReplicaView, Reservation
@@ -59,10 +61,10 @@ def some_load(rng: random.Random) -> EngineLoad:
     free = blocks
     for priority in (-10, 0, 10):
         count = rng.randint(0, slots - sum(level.requests for level in levels))
-        held = rng.randint(0, free) if count else 0
+        filled = rng.randint(0, free) if count else 0
         if count:
-            levels.append(PriorityLoad(priority, count, held))
-            free -= held
+            levels.append(PriorityLoad(priority, count, filled))
+            free -= filled
     waiting = (PriorityLoad(-10, 1, 0),) if rng.random() < 0.2 else ()
     return EngineLoad(
         slots_total=slots, blocks_total=blocks, blocks_free=free, block_size_tokens=BLOCK, running=tuple(levels),
@@ -78,7 +80,7 @@ def test_place_is_found_exactly_where_a_look_at_all_replicas_finds_one(replicas:
     config = RouterConfig(silent_after_s=1e6, fenced_after_s=1e7)
     fleet = Fleet(config)
     members = [joined(fleet, f"r{k:03}", some_load(rng)) for k in range(replicas)]
-    held: list[tuple[Replica, RequestId]] = []
+    reserved: list[tuple[Replica, RequestId]] = []
     needs = [Need(p, BLOCK * t, BLOCK * t) for p in (-10, 0, 10) for t in (1, 6, 14)]
     found = Counter[bool]()
     for k in range(1500):
@@ -89,8 +91,8 @@ def test_place_is_found_exactly_where_a_look_at_all_replicas_finds_one(replicas:
             replica.link_up = not replica.link_up
         elif action < 0.35:
             replica.back_off()
-        elif action < 0.5 and held:
-            holder, name = held.pop(rng.randrange(len(held)))
+        elif action < 0.5 and reserved:
+            holder, name = reserved.pop(rng.randrange(len(reserved)))
             if name in holder.reservations:
                 holder.release(name)
         elif action < 0.52 and len(members) > 2:
@@ -114,13 +116,73 @@ def test_place_is_found_exactly_where_a_look_at_all_replicas_finds_one(replicas:
             target = fleet[placed.replica_id]
             name = RequestId(f"q{k}")
             target.reserve(name, Reservation(1, k + 1, need.priority, placed.blocks))
-            held.append((target, name))
+            reserved.append((target, name))
     assert min(found[True], found[False]) > 100
 
 
 def is_free(need: Need, view: ReplicaView) -> bool:
     placed = choose(need, [view], random.Random(0))
     return placed is not None and placed.free
+
+
+def test_room_rises_with_tokens_and_the_largest_of_one_room_is_less_than_an_eighth_larger_than_the_least() -> None:
+    rooms = [_room_of(tokens) for tokens in range(5000)]
+    assert rooms == sorted(rooms)
+    for room in set(rooms):
+        least = rooms.index(room)
+        assert least + rooms.count(room) - 1 < max(1, least) * 9 / 8
+
+
+def test_no_work_of_any_priority_finds_more_blocks_free_than_the_most_that_are_said_to_be() -> None:
+    """Over random reports, and attempts that they count, that they do not count yet, and that are parked there."""
+    rng = random.Random(6)
+    met = 0
+    for _ in range(400):
+        engine = msgspec.structs.replace(some_load(rng), slots_total=1000)
+        replica = joined(Fleet(RouterConfig()), "r", engine)
+        replica.observe(report(FakeReplica(BENCH.core, ReplicaId("r")), engine, applied=2), 0.0)
+        for number in range(1, rng.randint(1, 5)):
+            parked = rng.random() < 0.3
+            reservation = Reservation(1, number, rng.choice((-10, 0, 10)), rng.randint(1, 6), parked)
+            replica.reserve(RequestId(f"{number}"), reservation)
+        view, rng_of_ties = replica.view(RouterConfig(), 0.0), random.Random(0)
+        for priority in (-10, 0, 10, 20):
+            for blocks in range(1, engine.blocks_total + 1):
+                wanted = Need(priority, BLOCK * blocks, BLOCK * blocks)
+                if choose(wanted, [view], rng_of_ties, free=True) is not None:
+                    assert blocks <= replica.blocks_free_most()
+                    met += blocks == replica.blocks_free_most()
+    assert met > 200
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5])
+def test_of_many_replicas_few_are_looked_at_though_blocks_are_all_that_is_short(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand with free slots, whose blocks are full of lesser work but for a share of them; each request takes a free place
+    where there is one, and never are more looked at than two, two and two."""
+    rng = random.Random(2)
+    fleet = Fleet(RouterConfig())
+    full = EngineLoad(
+        slots_total=9, blocks_total=90, blocks_free=3, block_size_tokens=BLOCK, running=(PriorityLoad(-10, 3, 87),)
+    )
+    for number in range(1000):
+        joined(fleet, f"r{number}", msgspec.structs.replace(full, blocks_free=40 if rng.random() < share else 3))
+    looks: list[int] = []
+
+    def counted(need: Need, views: Sequence[ReplicaView], *rest: Any, **kinds: Any) -> Placement | None:
+        looks.append(len(views))
+        return choose(need, views, *rest, **kinds)
+
+    monkeypatch.setattr("router.fleet.choose", counted)
+    for number in range(60):
+        looks.clear()
+        placed = fleet.place(Need(0, 4 * BLOCK, 4 * BLOCK), 0.0, rng)
+        assert placed is not None
+        assert placed.free is (share > 0)
+        assert sum(looks) <= 6
+        reservation = Reservation(1, number + 1, 0, placed.blocks)
+        fleet[placed.replica_id].reserve(RequestId(f"{number}"), reservation)
 
 
 @pytest.mark.parametrize("replicas", [8, 100])

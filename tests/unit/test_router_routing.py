@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cluster.types import EngineLoad, PriorityLoad, ReplicaId
-from router.routing import MEMO_MAX, Need, Placement, choose, pool_of, too_large
+from router.routing import LESSER, MEMO_MAX, Need, Placement, choose, pool_of, too_large
 from router.view import Condition, OwnLoad, ReplicaView, SharedLoad
 
 BLOCK = 16
@@ -190,6 +190,39 @@ def test_fewest_victims_then_the_least_urgent() -> None:
     assert place(wanted, two) == Placement(ReplicaId("two"), 15, victims=2)
     assert place(wanted, two, one) == Placement(ReplicaId("one"), 15, victims=1)
     assert place(wanted, two, one, lower) == Placement(ReplicaId("lower"), 15, victims=1)
+
+
+def test_where_others_give_way_it_is_the_replica_that_a_look_at_every_plan_finds_best() -> None:
+    """Brute force over replicas without a free slot, which all run work of one block each: what stands ahead, then how many give
+    way, then the most urgent of them, then the score."""
+    rng = random.Random(4)
+    made = 0
+    for seed in range(1500):
+        views: list[ReplicaView] = []
+        costs: dict[str, tuple[float, int, int, float]] = {}
+        wanted = need(0, BLOCK * rng.randint(1, 4))
+        for number in range(rng.randint(2, 8)):
+            counts = {p: rng.randint(0, 3) for p in (-10, -5, 0)}
+            slots = sum(counts.values()) or 1
+            counts[-10] += not any(counts.values())
+            blocks, lower = slots + rng.randint(0, 3), counts[-10] + counts[-5]
+            levels = running(*((p, n, n) for p, n in counts.items() if n))
+            views.append(view(f"r{number}", load(slots, blocks, used=slots, running=levels)))
+            taken = max(1, wanted.tokens // BLOCK - (blocks - slots))
+            if taken > lower or wanted.tokens // BLOCK > blocks:
+                continue
+            ahead = max((counts[0] + 1) / slots, (counts[0] + wanted.tokens // BLOCK) / blocks)
+            full = max((slots + 1) / slots, (slots + wanted.tokens // BLOCK) / blocks)
+            top = -10 if taken <= counts[-10] else -5
+            costs[f"r{number}"] = (ahead, taken, top, ahead + LESSER * (full - ahead))
+        placed = place(wanted, *views, seed=seed)
+        assert (placed is None) is (not costs)
+        if placed is not None:
+            assert costs[placed.replica_id] == min(costs.values())
+            assert not placed.free
+            made += 1
+        assert choose(wanted, views, rng, free=True) is None
+    assert made > 1000
 
 
 def test_victims_must_free_enough_blocks_together() -> None:
