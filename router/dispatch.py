@@ -168,7 +168,10 @@ class Dispatcher:
         favour = self._favour(live, need, now_s)
         placement = self._fleet.place(need, now_s, self._rng, favour)
         if placement is not None and placement.replica_id in live.erred_on:
-            placement = self._fleet.place_off(live.erred_on, need, now_s, self._rng, favour) or placement
+            others = self._fleet.place_among(
+                lambda r: r.replica_id not in live.erred_on, need, now_s, self._rng, favour
+            )
+            placement = others or placement
         return live, placement
 
     def _place_arrival(

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -261,16 +260,6 @@ class Fleet:
             self._blocked[key] = _Blocked(need)
         return placement
 
-    def place_off(
-        self,
-        avoided: Collection[ReplicaId],
-        need: Need,
-        now_s: float,
-        rng: random.Random,
-        favour: Mapping[ReplicaId, float],
-    ) -> Placement | None:
-        """As `place`, on none of `avoided`; all others are looked at, however many there are, so it is for what is rare."""
-        return choose(need, [view for view in self.views(now_s) if view.replica_id not in avoided], rng, favour)
     def place_among(
         self,
         among: Callable[[Replica], bool],
