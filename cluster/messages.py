@@ -40,7 +40,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # --- the roster ---
 
 
-class RosterEntry(msgspec.Struct, frozen=True, array_like=True):
+class RosterEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where routers, and replicas that move work there, reach a replica."""
 
     replica_id: ReplicaId
@@ -269,7 +269,7 @@ class Standing(StrEnum):
     """It waits and holds none: it is new here, or its blocks were taken."""
 
 
-class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
+class HeldRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An attempt on a replica, as the controller weighs it."""
 
     request_id: RequestId

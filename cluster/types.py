@@ -20,7 +20,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
     """Base of every value here: frozen, built by keyword, an array on the wire, unknown fields refused."""
 
 
-class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Generation(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One incarnation of a replica or a controller; the later one has the higher number."""
 
     number: int
@@ -176,7 +176,7 @@ class Preempted(msgspec.Struct, frozen=True, array_like=True):
     means: PreemptionMeans = PreemptionMeans.RECOMPUTE
 
 
-class PriorityLoad(msgspec.Struct, frozen=True, array_like=True):
+class PriorityLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Work of one priority on one replica."""
 
     priority: int
@@ -202,7 +202,7 @@ class PrefixChange(msgspec.Struct, frozen=True, array_like=True):
     """Nothing that was told before counts any more."""
 
 
-class EngineLoad(Value, frozen=True):
+class EngineLoad(Value, frozen=True, gc=False):
     """What one engine holds right now. Counters only ever rise within a generation."""
 
     slots_total: int
@@ -270,7 +270,7 @@ class PodRef(msgspec.Struct, frozen=True, array_like=True):
     uid: str = ""
 
 
-class SharedWork(msgspec.Struct, frozen=True, array_like=True):
+class SharedWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that a router sent out of its class's minimum share, past more urgent work that waited (router/share.py)."""
 
     priority: int
@@ -278,7 +278,7 @@ class SharedWork(msgspec.Struct, frozen=True, array_like=True):
     """Since it came here."""
 
 
-class ReplicaReport(Value, frozen=True):
+class ReplicaReport(Value, frozen=True, gc=False):
     """A replica's true state, sent with every frame and every 100 ms from outside the engine's thread."""
 
     replica_id: ReplicaId

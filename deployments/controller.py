@@ -12,6 +12,7 @@ from cluster.control.demand import Meter
 from cluster.messages import ToController
 from deployments.controller_server import ROLES, ControllerServer
 from deployments.exposition import exposed
+from deployments.garbage import settle
 from deployments.process import configure_logging, listen_host
 from deployments.scaler import Scaled, scalers
 from deployments.settings import Environment, Instance
@@ -53,6 +54,7 @@ class Controller:
 
             operator = in_kubernetes(kubernetes, server, clock, Environment().pod_ref)
             self._tasks.append(asyncio.create_task(operator.run(), name="kubernetes"))
+        settle()
 
     async def address(self) -> tuple[str, int]:
         """Where routers and replicas connect."""

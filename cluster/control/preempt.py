@@ -154,7 +154,7 @@ class _Tick:
             rows = []
             for replica in self.room.live:  # few calls: this runs for every replica
                 above, load = replica.waits_above, replica.load
-                if (above is not None and above >= priority) or self.room.is_made_free(replica.replica_id):
+                if (above is not None and above >= priority) or replica.replica_id in self.room.made_free:
                     continue
                 slots, left = self.room.left(replica)
                 with_lower = load.blocks_free

@@ -64,21 +64,26 @@ class _Tick:
         too_much = too_much_to_move = math.inf
         while lines and len(self._proposed) < self._config.moves_per_tick:
             _, number, at, source = lines[0]
-            stalled, done = source.stalled[at], False
-            if self._may_go(stalled, source):
-                blocks = takes(stalled.held, source.load)
-                moves = stalled.held.standing is Standing.PAUSED
+            line, done = source.stalled, False
+            if self._may_go(line[at], source):
+                held = line[at].held
+                blocks = takes(held, source.load)
+                moves = held.standing is Standing.PAUSED
                 # Who comes later is no more urgent: where there was no room for as little, there is none. For who moves
                 # nobody gives way: for others there may be room all the same.
                 if blocks < (too_much_to_move if moves else too_much):
-                    done = self._place(stalled.held, source, blocks)
+                    done = self._place(held, source, blocks)
                     if not done:
                         too_much_to_move = min(too_much_to_move, blocks)
                         too_much = too_much if moves else blocks
-            if done or at + 1 == len(source.stalled):
+            at += 1
+            # Who may not go now may not later in the tick either, and need not be its line's first for that.
+            while not done and at < len(line) and not self._may_go(line[at], source):
+                at += 1
+            if done or at == len(line):
                 heapq.heappop(lines)
             else:
-                heapq.heapreplace(lines, (source.stalled[at + 1].order, number, at + 1, source))
+                heapq.heapreplace(lines, (line[at].order, number, at, source))
 
     def _may_go(self, stalled: Stalled, source: Replica) -> bool:
         held = stalled.held
@@ -120,9 +125,17 @@ class _Tick:
 
     def _what_runs(self) -> None:
         room, config = self._room, self._config
-        if not room.targets:
+        if not room.targets or len(self._proposed) >= config.moves_per_tick:
             return
-        sources = [r for r in room.live if self._could_gain(r)]
+        least_s = config.move_value_s + config.move_pause_s
+        sources = [
+            r
+            for r in room.live
+            if (step_s := r.steps.step_s) is not None  # no calls: this runs for every replica
+            and step_s * r.longest_remaining > least_s
+            and r.replica_id not in self._paired
+            and r.replica_id not in room.made_free
+        ]
         sources.sort(key=room.full_at_least, reverse=True)  # equals stay in the order of their ids
         for source in sources:
             if len(self._proposed) >= config.moves_per_tick:
@@ -138,6 +151,11 @@ class _Tick:
 
     def _who_gains(self, source: Replica, target: Replica) -> HeldRequest | None:
         """Of those who may move there the one that gains most."""
+        here_s, config = source.steps.step_s, self._config
+        assert here_s is not None
+        gain_most_s = source.longest_remaining * (here_s - self._step_s(source, here_s, target)) - config.move_pause_s
+        if gain_most_s <= config.move_value_s:
+            return None
         gains = []
         for held in source.held:
             if held.standing is Standing.RUNS and self._is_due(held) and not self._rests(held):
@@ -145,16 +163,7 @@ class _Tick:
                 if gain_s is not None:
                     gains.append((-gain_s, held.request_id, held))
         gains.sort(key=itemgetter(0, 1))
-        return next((held for *_, held in gains if self._evens_out(held, source, target)), None)
-
-    def _could_gain(self, source: Replica) -> bool:
-        step_s, least_s = source.steps.step_s, self._config.move_value_s + self._config.move_pause_s
-        return (
-            step_s is not None
-            and step_s * source.longest_remaining > least_s
-            and source.replica_id not in self._paired
-            and not self._room.is_made_free(source.replica_id)
-        )
+        return next((held for *_, held in gains if self._evens_out(held, self._full_after(held, source), target)), None)
 
     def _gain_s(self, held: HeldRequest, source: Replica, target: Replica) -> float | None:
         """What its client gains by the move; None where it is not worth it."""
@@ -173,11 +182,13 @@ class _Tick:
         fixed = self._config.step_fixed_part
         return here_s * (fixed + (1 - fixed) * (target.running + 1) / source.running)
 
-    def _evens_out(self, held: HeldRequest, source: Replica, target: Replica) -> bool:
-        room = self._room
-        left = room.full_at_least(source, 1, held.blocks)
-        moved = room.full_at_most(target, 1, blocks_of(held.tokens, target.load))
-        return moved <= left < room.full_at_least(source)
+    def _full_after(self, held: HeldRequest, source: Replica) -> float:
+        """How full its source is without it: no target may be fuller with it. None may be at all where that is not less."""
+        left = self._room.full_without(source, 1, held.blocks)
+        return left if left < self._room.full_at_least(source) else -math.inf
+
+    def _evens_out(self, held: HeldRequest, full_after: float, target: Replica) -> bool:
+        return self._room.full_with(target, 1, blocks_of(held.tokens, target.load)) <= full_after
 
     def _is_pair(self, source: Replica, target: Replica) -> bool:
         return (
@@ -187,11 +198,13 @@ class _Tick:
         )
 
     def _move(self, held: HeldRequest, source: Replica) -> None:
+        full_after = self._full_after(held, source)
+
         def fits(target: Replica) -> bool:
             return (
                 self._is_pair(source, target)
                 and self._gain_s(held, source, target) is not None
-                and self._evens_out(held, source, target)
+                and self._evens_out(held, full_after, target)
             )
 
         blocks = takes(held, source.load)

@@ -11,13 +11,13 @@ taken for emptier than it is, nor a source for fuller.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 from cluster.config import ControlConfig
-from cluster.control.view import ClusterView, Replica, Underway, fullness
+from cluster.control.view import ClusterView, Replica, fullness
 from cluster.messages import HeldRequest
-from cluster.types import EngineLoad, ReplicaId
+from cluster.types import ReplicaId
 
 NEARLY = 0.05
 """Replicas whose fullness differs by no more count as equally full, and the other failure domain decides."""
@@ -38,10 +38,10 @@ class Room:
         """Requests and blocks."""
         self._leaving: dict[ReplicaId, tuple[int, int]] = {}
         self._resting_pairs: set[tuple[ReplicaId, ReplicaId]] = set()
-        self._made_free: set[ReplicaId] = set()
-        for underway in view.lately:
-            self._count(underway)
-        self._work: dict[int, tuple[Counter[str], Counter[str]]] = {}
+        self.made_free: set[ReplicaId] = set()
+        """Where there is room for a demand, or is being made."""
+        self._count_lately()
+        self._work: dict[int, tuple[Mapping[str, int], Mapping[str, int]]] = {}
         self._least_urgent: int | None = None
         """That runs anywhere; None: not looked for yet."""
         stale_s = config.stale_after_s
@@ -49,9 +49,17 @@ class Room:
             r for r in view.replicas if r.ready and now_s - r.observed_at_s <= stale_s and r.step_age_s <= stale_s
         ]
         """Replicas to and from which something may be proposed; by id."""
-        self.targets = [r for r in self.live if r.slots_left > 0 and min(self.left(r)) > 0]
+        arriving = self._arriving
+        targets = [
+            r
+            for r in self.live
+            if r.slots_left > 0 and r.blocks_left > 0 and (r.replica_id not in arriving or min(self.left(r)) > 0)
+        ]
+        full = [self.full_at_most(r) for r in targets]
+        order = sorted(range(len(targets)), key=full.__getitem__)
+        self.targets = [targets[number] for number in order]
         """Those with a slot and blocks: only they can have room for anything. The emptiest first, of equals by id."""
-        self.targets.sort(key=self.full_at_most)
+        self._targets_full = [full[number] for number in order]
 
     # --- what is there ---
 
@@ -62,40 +70,47 @@ class Room:
             return replica.slots_left, replica.blocks_left
         return replica.slots_left - arriving[0], replica.blocks_left - arriving[1]
 
-    def full_at_most(self, replica: Replica, requests: int = 0, blocks: int = 0) -> float:
+    def full_at_most(self, replica: Replica) -> float:
+        """With all that may come."""
+        return self.full_with(replica, 0, 0) if replica.replica_id in self._arriving else replica.fullness
+
+    def full_at_least(self, replica: Replica) -> float:
+        """Without all that may leave."""
+        return self.full_without(replica, 0, 0) if replica.replica_id in self._leaving else replica.fullness
+
+    def full_with(self, replica: Replica, requests: int, blocks: int) -> float:
         """With all that may come, and so much besides."""
-        arriving = self._arriving.get(replica.replica_id)
-        if arriving is None and not requests:
-            return replica.fullness
-        come, with_blocks = arriving or (0, 0)
-        return _full(replica, come + requests, with_blocks + blocks)
+        come, with_blocks = self._arriving.get(replica.replica_id, (0, 0))
+        load = replica.load
+        used = load.blocks_total - load.blocks_free
+        return fullness(load, replica.requests + come + requests, used + with_blocks + blocks)
 
-    def full_at_least(self, replica: Replica, requests: int = 0, blocks: int = 0) -> float:
+    def full_without(self, replica: Replica, requests: int, blocks: int) -> float:
         """Without all that may leave, and without so much besides."""
-        leaving = self._leaving.get(replica.replica_id)
-        if leaving is None and not requests:
-            return replica.fullness
-        left, with_blocks = leaving or (0, 0)
-        return _full(replica, -left - requests, -with_blocks - blocks)
-
-    def _has_room(self, replica: Replica, priority: int, blocks: int) -> bool:
-        """Whether a target has the blocks for a request that nobody is to give way for."""
-        if replica.waits_above is not None and replica.waits_above >= priority:
-            return False
-        return self.left(replica)[1] >= blocks and replica.replica_id not in self._made_free
+        left, with_blocks = self._leaving.get(replica.replica_id, (0, 0))
+        load = replica.load
+        used = load.blocks_total - load.blocks_free
+        return fullness(load, replica.requests - left - requests, used - with_blocks - blocks)
 
     def best(self, source: Replica, priority: int, blocks: int, allowed: Allowed) -> Replica | None:
         """Where a request of `source` goes that takes so many blocks: the emptiest that has the room; of those that are
         nearly as empty one whose machine, then zone, has least work that is as urgent, so that one failure takes less of it.
         """
         near: list[Replica] = []
-        limit = 0.0
-        for replica in self.targets:
-            if near and (len(near) == NEARLY_MAX or self.full_at_most(replica) > limit):
+        limit = math.inf
+        for replica, full in zip(self.targets, self._targets_full, strict=True):
+            if len(near) == NEARLY_MAX or full > limit:
                 break
-            if replica is not source and self._has_room(replica, priority, blocks) and allowed(replica):
+            above = replica.waits_above
+            if (
+                replica is not source
+                and (above is None or above < priority)
+                and self.left(replica)[1] >= blocks
+                and replica.replica_id not in self.made_free
+                and allowed(replica)
+            ):
                 if not near:
-                    limit = self.full_at_most(replica) + NEARLY
+                    limit = full + NEARLY
                 near.append(replica)
         if len(near) < 2:
             return near[0] if near else None
@@ -132,7 +147,7 @@ class Room:
                 lower
                 and slots > 0
                 and most < left + lower >= blocks
-                and replica.replica_id not in self._made_free
+                and replica.replica_id not in self.made_free
                 and allowed(replica)
             ):
                 most, found = left + lower, replica
@@ -155,47 +170,39 @@ class Room:
     def may_park(self, held: HeldRequest) -> bool:
         return self._view.parks.get(held.request_id, 0) < self._config.max_parks
 
-    def is_made_free(self, replica_id: ReplicaId) -> bool:
-        """Room there is for a demand."""
-        return replica_id in self._made_free
+    def _count_lately(self) -> None:
+        now_s, pair_rest_s = self._now_s, self._config.pair_rest_s
+        expiry_s = self._config.proposal_expiry_s
+        for at_s, proposal, _, frees_blocks, goes_to, takes_blocks in self._view.lately:  # hundreds, in each tick
+            ago_s, source = now_s - at_s, proposal.source
+            if ago_s <= pair_rest_s and (target := proposal.target) is not None:
+                self._resting_pairs.add((source, target) if source < target else (target, source))
+            if ago_s > expiry_s:
+                continue
+            requests, blocks = self._leaving.get(source, (0, 0))
+            self._leaving[source] = requests + 1, blocks + frees_blocks
+            if goes_to is not None:
+                requests, blocks = self._arriving.get(goes_to, (0, 0))
+                self._arriving[goes_to] = requests + 1, blocks + takes_blocks
+            if proposal.for_request_id is not None:
+                self.made_free.add(source)
 
-    def _count(self, underway: Underway) -> None:
-        proposal, ago_s = underway.proposal, self._now_s - underway.at_s
-        if proposal.target is not None and ago_s <= self._config.pair_rest_s:
-            self._resting_pairs.add((min(proposal.source, proposal.target), max(proposal.source, proposal.target)))
-        if ago_s > self._config.proposal_expiry_s:
-            return
-        requests, blocks = self._leaving.get(proposal.source, (0, 0))
-        self._leaving[proposal.source] = requests + 1, blocks + underway.frees_blocks
-        if underway.goes_to is not None:
-            requests, blocks = self._arriving.get(underway.goes_to, (0, 0))
-            self._arriving[underway.goes_to] = requests + 1, blocks + underway.takes_blocks
-        if proposal.for_request_id is not None:
-            self._made_free.add(proposal.source)
-
-    def _work_at(self, priority: int) -> tuple[Counter[str], Counter[str]]:
+    def _work_at(self, priority: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """Requests that are as urgent, by machine and by zone."""
-        if priority not in self._work:
-            machines, zones = Counter[str](), Counter[str]()
-            for replica in self._view.replicas:
-                count = _as_urgent(replica.load, priority)
-                machines[replica.entry.machine] += count
-                zones[replica.entry.zone] += count
-            self._work[priority] = machines, zones
-        return self._work[priority]
-
-
-def _full(replica: Replica, requests: int, blocks: int) -> float:
-    load = replica.load
-    return fullness(load, replica.requests + requests, load.blocks_total - load.blocks_free + blocks)
-
-
-def _as_urgent(load: EngineLoad, priority: int) -> int:
-    count = 0
-    for level in load.running:
-        if level.priority >= priority:
-            count += level.requests
-    for level in load.waiting:
-        if level.priority >= priority:
-            count += level.requests
-    return count
+        work = self._work.get(priority)
+        if work is None:
+            machines, zones = defaultdict[str, int](int), defaultdict[str, int](int)
+            for replica in self._view.replicas:  # no calls: this runs for every replica
+                load, count = replica.load, 0
+                for level in load.running:
+                    if level.priority >= priority:
+                        count += level.requests
+                for level in load.waiting:
+                    if level.priority >= priority:
+                        count += level.requests
+                if count:
+                    entry = replica.entry
+                    machines[entry.machine] += count
+                    zones[entry.zone] += count
+            work = self._work[priority] = machines, zones
+        return work

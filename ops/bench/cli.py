@@ -417,11 +417,13 @@ def control(
     """Measure what the controller's decisions cost: a tick over 1,000 replicas that are even, skewed, full of waiting work
     or in the way of urgent requests, and the hearing of one report. Needs no running server and no model.
     """
+    from deployments.garbage import settle
     from ops.bench.control import SCENES, ControlSettings, build_report, time_scenes
     from ops.report import check_writable, console, counting_bar, print_rows, write_json
 
     check_writable(json_file)
     settings = ControlSettings(replicas=replicas, ticks=ticks, seed=seed)
+    settle()  # as the controller does
     with counting_bar(console(stderr=True)) as bar:
         task = bar.add_task("scenes", total=len(SCENES))
         tick_ms, replica_us = time_scenes(settings, lambda: bar.advance(task))
