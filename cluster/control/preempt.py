@@ -198,7 +198,7 @@ class _Search:
     def _look_at_all(self, among_all: bool) -> None:
         wanted, looked_at = self._told.blocks, 0
         for row in self._rows:
-            if (row.with_all if among_all else row.with_lower) < wanted:
+            if row.with_all < wanted or (row.with_lower < wanted and not among_all):
                 continue
             lacks = _Lacks(wanted - row.blocks_left, 1 - row.slots_left)
             if lacks.blocks <= 0 and lacks.slots <= 0:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from operator import itemgetter
 
 from cluster.config import ControlConfig
@@ -31,6 +32,9 @@ from cluster.types import ReplicaId, RequestId
 
 LOOKS_MAX = 4
 """In a tick so many of those that wait are looked after where others would give way."""
+
+_Line = tuple[tuple[int, bool, RequestId], int, int, Replica]
+"""What waits on a replica, from one of `stalled` on: its order, the replica's number, its own number there."""
 
 
 def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Underway, ...]:
@@ -49,6 +53,8 @@ class _Tick:
         self._taken: set[RequestId] = set()
         """One that has just moved may be told of by both sides."""
         self._looks_left = LOOKS_MAX
+        self._too_much = {True: math.inf, False: math.inf}
+        """Blocks for which there was no room, of those that move with what they have kept, and of the others."""
         self._proposed: list[Underway] = []
 
     def decide(self) -> tuple[Underway, ...]:
@@ -59,35 +65,41 @@ class _Tick:
     # --- what waits ---
 
     def _what_waits(self) -> None:
-        lines = [(r.stalled[0].order, number, 0, r) for number, r in enumerate(self._room.live) if r.stalled]
+        lines: list[_Line] = [(r.stalled[0].order, n, 0, r) for n, r in enumerate(self._room.live) if r.stalled]
         heapq.heapify(lines)
-        too_much = too_much_to_move = math.inf
         while lines and len(self._proposed) < self._config.moves_per_tick:
-            _, number, at, source = lines[0]
-            line, done = source.stalled, False
-            if self._may_go(line[at], source):
-                held = line[at].held
-                blocks = takes(held, source.load)
-                moves = held.standing is Standing.PAUSED
-                # Who comes later is no more urgent: where there was no room for as little, there is none. For who moves
-                # nobody gives way: for others there may be room all the same.
-                if blocks < (too_much_to_move if moves else too_much):
-                    done = self._place(held, source, blocks)
-                    if not done:
-                        too_much_to_move = min(too_much_to_move, blocks)
-                        too_much = too_much if moves else blocks
+            _, number, at, source = heapq.heappop(lines)
+            first, line = source.stalled[at], source.stalled
+            in_vain = self._may_go(first, source)
+            if in_vain and self._place(first, source):
+                continue
             at += 1
-            # Who may not go now may not later in the tick either, and need not be its line's first for that.
-            while not done and at < len(line) and not self._may_go(line[at], source):
+            # Who may not go now may not later in the tick either.
+            while at < len(line) and not self._may_go(line[at], source):
                 at += 1
-            if done or at == len(line):
-                heapq.heappop(lines)
-            else:
-                heapq.heapreplace(lines, (line[at].order, number, at, source))
+            if at < len(line):
+                heapq.heappush(lines, (line[at].order, number, at, source))
+            if in_vain:
+                lines = self._with_hope(lines, first.held.priority)
+
+    def _with_hope(self, lines: Sequence[_Line], priority: int) -> list[_Line]:
+        """Lines of which one may still have a place, now that one of this priority has none: none that follows is more
+        urgent. Where much waits everywhere, that is none of thousands."""
+        room, gives_way = self._room, self._looks_left > 0
+        most = room.most_open(priority, self._is_single)
+        hopeful = [
+            line
+            for line in lines
+            if line[3].stalled_takes <= most or (gives_way and room.runs_below(line[3].stalled[line[2]].held.priority))
+        ]
+        heapq.heapify(hopeful)
+        return hopeful
 
     def _may_go(self, stalled: Stalled, source: Replica) -> bool:
         held = stalled.held
         if source.replica_id in self._paired or self._now_s - stalled.since_s < self._config.stall_s:
+            return False
+        if stalled.takes >= self._too_much[held.standing is Standing.PAUSED]:
             return False
         return not self._rests(held) and self._is_due(held)
 
@@ -97,7 +109,8 @@ class _Tick:
             return True
         return held.standing is Standing.PAUSED and held.priority == self._front
 
-    def _place(self, held: HeldRequest, source: Replica, blocks: int) -> bool:
+    def _place(self, stalled: Stalled, source: Replica) -> bool:
+        held, blocks = stalled.held, stalled.takes
         target = self._room.best(source, held.priority, blocks, self._is_single)
         moves = held.standing is Standing.PAUSED
         if target is not None and moves:
@@ -107,6 +120,11 @@ class _Tick:
         else:
             target = None if moves else self._instead(held, source, blocks)
             if target is None:
+                # Who comes later is no more urgent: where there was no room for as little, there is none. For who moves
+                # nobody gives way: for others there may be room all the same.
+                self._too_much[True] = min(self._too_much[True], blocks)
+                if not moves:
+                    self._too_much[False] = blocks
                 return False
             why = f"it waits on {source.replica_id} while less urgent work runs on another replica"
         numbers = {"blocks": float(blocks), "free_slots": float(self._room.left(target)[0])}

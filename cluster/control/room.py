@@ -92,6 +92,22 @@ class Room:
         used = load.blocks_total - load.blocks_free
         return fullness(load, replica.requests - left - requests, used - with_blocks - blocks)
 
+    def most_open(self, priority: int, allowed: Allowed) -> int:
+        """Blocks of the one with most left where a request of this priority, or of any lower, could go."""
+        most = 0
+        for replica in self.targets:
+            above = replica.waits_above
+            if (above is None or above < priority) and replica.replica_id not in self.made_free and allowed(replica):
+                most = max(most, self.left(replica)[1])
+        return most
+
+    def runs_below(self, priority: int) -> bool:
+        """Whether anything runs that is less urgent, anywhere."""
+        if self._least_urgent is None:
+            running = (level.priority for replica in self.live for level in replica.load.running)
+            self._least_urgent = min(running, default=priority)
+        return priority > self._least_urgent
+
     def best(self, source: Replica, priority: int, blocks: int, allowed: Allowed) -> Replica | None:
         """Where a request of `source` goes that takes so many blocks: the emptiest that has the room; of those that are
         nearly as empty one whose machine, then zone, has least work that is as urgent, so that one failure takes less of it.
@@ -127,10 +143,7 @@ class Room:
     def gives_way(self, source: Replica, priority: int, blocks: int, allowed: Allowed) -> Replica | None:
         """Where a request of `source` would run in the place of what is less urgent and runs there, the one with most left
         besides. As much as it takes is free or would be, and nothing as urgent waits."""
-        if self._least_urgent is None:
-            running = (level.priority for replica in self.live for level in replica.load.running)
-            self._least_urgent = min(running, default=priority)
-        if priority <= self._least_urgent:
+        if not self.runs_below(priority):
             return None
         most, found = -math.inf, None
         for replica in self.live:  # few calls: this runs for every replica

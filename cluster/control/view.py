@@ -42,6 +42,8 @@ class Stalled(msgspec.Struct, frozen=True, gc=False):
     order: tuple[int, bool, RequestId]
     """The least goes back first: the most urgent, and of equals what has kept its blocks."""
     held: HeldRequest
+    takes: int
+    """Blocks, where it goes."""
     since_s: float
     """It was first seen to wait."""
 
@@ -59,6 +61,8 @@ class Replica(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     steps: Steps
     stalled: tuple[Stalled, ...]
     """Of `held`, what waits; the first goes back first."""
+    stalled_takes: int
+    """The least that any of these takes; 0 where there is none."""
     running: int
     """Requests that run."""
     requests: int
@@ -192,7 +196,7 @@ def observe(
             longest = max(longest, h.remaining_tokens)
         else:
             order = (-h.priority, h.standing is Standing.WAITS, h.request_id)
-            stalled.append(Stalled(order, h, since.get(h.request_id, now_s)))
+            stalled.append(Stalled(order, h, takes(h, load), since.get(h.request_id, now_s)))
     stalled.sort(key=attrgetter("order"))
     return Replica(
         replica_id=entry.replica_id,
@@ -204,6 +208,7 @@ def observe(
         observed_at_s=now_s,
         steps=_steps(before.steps if before is not None else None, load.steps_total, running > 0, now_s),
         stalled=tuple(stalled),
+        stalled_takes=min((one.takes for one in stalled), default=0),
         running=running,
         requests=running + waiting,
         waits_above=max((level.priority for level in load.waiting), default=None),

@@ -81,6 +81,8 @@ SCENES: Mapping[str, Scene] = {
     "skewed": Scene(Load(running=60, step_s=0.05), Load(running=4, step_s=0.02), True),
     # Work waits on one half, while the other has a few slots.
     "waiting": Scene(Load(running=64, waiting=8, paused=8), Load(running=62), True),
+    # It waits everywhere, and as urgent work waits wherever there is room.
+    "overloaded": Scene(Load(running=63, waiting=8, blocks=60), Load(running=50, waiting=8, blocks=60), False),
     # Requests wait that no replica can take in: less urgent ones must leave.
     "preempting": Scene(Load(running=64, blocks=64), Load(running=62, blocks=66), True, 700),
     # And such that none can take in, whoever leaves.
