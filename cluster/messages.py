@@ -28,8 +28,8 @@ from cluster.types import (
     TokenDelta,
 )
 
-PROTOCOL_NEWEST = 7
-PROTOCOL_OLDEST = 7
+PROTOCOL_NEWEST = 8
+PROTOCOL_OLDEST = 8
 """The oldest version that this code still speaks."""
 
 
@@ -617,6 +617,15 @@ class Stays(Message, frozen=True):
     for_request_id: RequestId
 
 
+class Left(Message, frozen=True):
+    """What was proposed for another request's sake is done: the attempt is not on its source any more, or about to go. Where
+    reports show that and the other still has no place, others may be asked."""
+
+    request_id: RequestId
+    attempt: int
+    for_request_id: RequestId
+
+
 class ReplicaSummary(msgspec.Struct, frozen=True):
     entry: RosterEntry
     pid: int
@@ -669,7 +678,16 @@ ToPeer = MoveBegin | MoveBlocks | MoveState | MoveAbort
 FromPeer = MoveAnswer
 ToRouter = StepFrame
 ToController = (
-    ReplicaHere | ReplicaStatus | RouterStatus | StatusRequest | DrainAsk | RouterDemand | Unplaced | Stays | Follows
+    ReplicaHere
+    | ReplicaStatus
+    | RouterStatus
+    | StatusRequest
+    | DrainAsk
+    | RouterDemand
+    | Unplaced
+    | Stays
+    | Left
+    | Follows
 )
 FromController = (
     Granted | Roster | ClusterStatus | DrainOrder | Leave | DrainTold | Gates | Propose | Weigh | Leads | ScaleStatus

@@ -40,6 +40,7 @@ from cluster.messages import (
     KubernetesStatus,
     Leads,
     Leave,
+    Left,
     ReplicaHere,
     ReplicaStatus,
     ReplicaSummary,
@@ -229,6 +230,8 @@ class ControllerServer:
                     self._control.unplaced(router_id, message, self._clock.monotonic())
             case Stays():
                 self._control.stays(message)
+            case Left():
+                self._control.left(message, self._clock.monotonic())
             case StatusRequest(ask_id=ask_id):
                 if self._term.leads is not None:
                     peer.link.send(self._status(ask_id, self._term.leads))

@@ -280,6 +280,8 @@ class RouterProcess:
                     core.told(demand)
                 if (unplaced := core.unplaced(name)) is not None:
                     self._controllers.tell(unplaced)
+                for settled in core.settled():
+                    self._controllers.ask(settled)
             await asyncio.sleep(DEMAND_PERIOD_S)
 
     def check(self) -> None:

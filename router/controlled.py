@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from cluster.messages import Propose, Unplaced
+from cluster.messages import Left, Propose, Stays, Unplaced
 from cluster.types import Generation, RequestId
 from router.live import Live
 from router.losses import Losses
@@ -86,13 +86,21 @@ class Controlled:
             assert placement is not None
             self._left_s[propose.request_id] = now_s
             target = self._fleet[placement.replica_id]
-            self._mover.begin(live, target, placement.blocks, propose.why, now_s, propose.numbers)
+            figures, demand_id = propose.numbers, propose.for_request_id
+            self._mover.begin(live, target, placement.blocks, propose.why, now_s, figures, demand_id)
         elif verdict is Verdict.CALLED_BACK:
             assert live is not None
             self._left_s[propose.request_id] = now_s
             live.decided(now_s, "called_back", propose.numbers, replica=propose.source, why=propose.why)
             self._losses.go_on(live, source, Return.CALLED_BACK, now_s, abort=True, lost=False)
+            self._losses.go_on(live, source, "called_back", now_s, abort=True, lost=False)
+            if propose.for_request_id is not None:
+                self._moves.settle(Left(propose.request_id, propose.attempt, propose.for_request_id))
         return verdict
+
+    def settled(self) -> tuple[Stays | Left, ...]:
+        """What has become of proposals for another request's sake since this was asked last."""
+        return self._moves.take_settled()
 
     def _is_busy(self, live: Live) -> bool:
         moves = self._moves.of(live.request.request_id) is not None

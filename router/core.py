@@ -20,10 +20,12 @@ from cluster.config import RouterConfig
 from cluster.messages import (
     BandStatus,
     Gates,
+    Left,
     MoveStatus,
     Propose,
     RouterDemand,
     ScaleStatus,
+    Stays,
     StepFrame,
     Unplaced,
     Unroutable,
@@ -216,6 +218,10 @@ class RouterCore:
     def unplaced(self, model: str) -> Unplaced | None:
         """With each demand, after it: the first of the queue, while no replica has room for it."""
         return self._controlled.unplaced(model, self.clock.monotonic())
+
+    def settled(self) -> tuple[Stays | Left, ...]:
+        """With each demand: what has become of the controller's proposals."""
+        return self._controlled.settled()
 
     def propose(self, propose: Propose) -> Verdict | None:
         """The controller would have a request leave its replica. None where that is none of this core's."""

@@ -90,6 +90,7 @@ class Mover:
         why: str,
         now_s: float,
         figures: Mapping[str, float] = NO_FIGURES,
+        for_request_id: RequestId | None = None,
     ) -> None:
         """Have its attempt moved to `target`, which has room for it. `figures` are what that was decided by."""
         request_id, attempt = live.request.request_id, live.journal.attempt
@@ -97,7 +98,7 @@ class Mover:
         assert attempt is not None
         source, number = self._fleet[live.replica_id], live.journal.promise()
         until_s = now_s + self._config.move_timeout_s
-        self._book.add(Move(live, source, target, attempt, number, why, figures, now_s, until_s))
+        self._book.add(Move(live, source, target, attempt, number, why, figures, for_request_id, now_s, until_s))
         target.expect(request_id, Reservation(number, _NOT_SENT, live.request.priority, blocks))
         source.port.move(request_id, attempt, number, target.port.entry)
 

@@ -8,10 +8,11 @@ is over, so is its move; a source is told when what it keeps is of no more use.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from cluster.messages import Left, Stays
 from cluster.types import ReplicaId, RequestId
 from router.live import Live
 from router.metrics_sink import RouterMetrics
@@ -19,6 +20,8 @@ from router.moving import MoveOutcome, Stage
 from router.view import Replica
 
 NO_FIGURES: Mapping[str, float] = {}
+_SETTLED = 256
+"""Ends of which the controller has not been told; beyond that it waits until their proposals expire."""
 _UNDER_WAY = (Stage.ASKED, Stage.GRANTED)
 
 
@@ -36,6 +39,8 @@ class Move:
     why: str
     figures: Mapping[str, float]
     """What it was decided by."""
+    for_request_id: RequestId | None
+    """Whom it makes room for, where it does."""
     begun_s: float
     until_s: float
     """What is awaited comes by then, or the move ends; once it is off, no other is tried before."""
@@ -49,11 +54,12 @@ class Move:
 class MoveBook:
     """Moves by their request."""
 
-    __slots__ = ("_metrics", "_moves")
+    __slots__ = ("_metrics", "_moves", "_settled")
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._moves: dict[RequestId, Move] = {}
+        self._settled: deque[Stays | Left] = deque(maxlen=_SETTLED)
 
     def __len__(self) -> int:
         return len(self._moves)
@@ -80,6 +86,10 @@ class MoveBook:
         if move.stage is Stage.ASKED:
             move.target.expect_no_more(move.live.request.request_id)
         move.stage, move.until_s = stage, until_s
+        if stage is Stage.OFF:
+            self._settle(Stays, move)
+        elif stage is Stage.TAKEN:
+            self._settle(Left, move)
 
     def off(self, move: Move, outcome: MoveOutcome, until_s: float) -> None:
         """Its attempt stays."""
@@ -97,6 +107,21 @@ class MoveBook:
             move.source.abort(request_id, move.attempt)
         if move.stage in _UNDER_WAY:
             self._metrics.moved(outcome)
+            self._settle(Left, move)
+
+    def _settle(self, become: type[Stays | Left], move: Move) -> None:
+        if move.for_request_id is not None:
+            self.settle(become(move.live.request.request_id, move.attempt, move.for_request_id))
+
+    def settle(self, told: Stays | Left) -> None:
+        """The controller is to know what became of its proposal."""
+        self._settled.append(told)
+
+    def take_settled(self) -> tuple[Stays | Left, ...]:
+        """All that it is yet to be told."""
+        settled = tuple(self._settled)
+        self._settled.clear()
+        return settled
 
     def done(self, move: Move) -> None:
         """There is no more to wait for."""

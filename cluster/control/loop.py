@@ -18,7 +18,7 @@ from cluster.config import ControlConfig
 from cluster.control import preempt, rebalance
 from cluster.control.gates import DEMAND_PERIOD_S
 from cluster.control.view import ClusterView, Demand, Proposal, Replica, Underway, observe
-from cluster.messages import HeldRequest, RosterEntry, Stays, Unplaced
+from cluster.messages import HeldRequest, Left, RosterEntry, Stays, Unplaced
 from cluster.types import Generation, ReplicaId, ReplicaReport, RequestId, RouterId
 
 GONE_AFTER_S = 3 * DEMAND_PERIOD_S
@@ -78,6 +78,11 @@ class Control:
         """A router did not do what was proposed."""
         for model in self._models.values():
             model.stays(told)
+
+    def left(self, told: Left, now_s: float) -> None:
+        """A router has done what was proposed."""
+        for model in self._models.values():
+            model.left(told, now_s)
 
     def router_gone(self, router_id: RouterId) -> None:
         """Its link has ended, and its demands with it."""
@@ -139,19 +144,61 @@ class _Model:
 
     def stays(self, told: Stays) -> None:
         """It makes no room, and another may be asked at once; itself only after the rest of who was asked in vain."""
+        number = self._asked(told)
+        if number is None:
+            return
+        underway = self._lately[number]
+        del self._lately[number]
+        park = underway.at_s, told.request_id
+        if underway.parks and park in self._parked:  # it may be forgotten already
+            self._parked.remove(park)
+            self._uncount_park(told.request_id)
+
+    def left(self, told: Left, now_s: float) -> None:
+        """Its room is there, or soon."""
+        number = self._asked(told)
+        if number is not None and self._lately[number].left_s is None:
+            self._lately[number] = self._lately[number]._replace(left_s=now_s)
+
+    def _asked(self, told: Stays | Left) -> int | None:
+        """The place of the proposal in question in `_lately`."""
         asked = (told.request_id, told.attempt, told.for_request_id)
-        for underway in self._lately:
-            proposal = underway.proposal
+        for number, (_, proposal, *_) in enumerate(self._lately):
             if (proposal.request_id, proposal.attempt, proposal.for_request_id) == asked:
-                self._lately.remove(underway)
-                park = underway.at_s, told.request_id
-                if underway.parks and park in self._parked:  # it may be forgotten already
-                    self._parked.remove(park)
-                    self._uncount_park(told.request_id)
-                return
+                return number
+        return None
+
+    def _look_who_left(self, now_s: float) -> None:
+        """See whether the reports count by now what has left for a demand."""
+        for number, underway in enumerate(self._lately):
+            if underway.left_s is not None and underway.shown_s is None:
+                self._lately[number] = self._with_reports(underway, underway.left_s, now_s)
+
+    def _with_reports(self, underway: Underway, left_s: float, now_s: float) -> Underway:
+        proposal = underway.proposal
+        source = self._current(proposal.source, proposal.source_generation)
+        if source is not None:
+            if source.observed_at_s <= left_s:
+                return underway
+            steps = source.load.steps_total
+            if underway.steps_total is None:
+                return underway._replace(left_s=source.observed_at_s, steps_total=steps)
+            if steps == underway.steps_total and source.running:
+                return underway
+        if proposal.target is not None and proposal.target_generation is not None:
+            target = self._current(proposal.target, proposal.target_generation)
+            if target is not None and target.observed_at_s <= left_s:
+                return underway
+        return underway._replace(shown_s=now_s)
+
+    def _current(self, replica_id: ReplicaId, generation: Generation) -> Replica | None:
+        replica = self.replicas.get(replica_id)
+        return replica if replica is not None and replica.entry.generation == generation else None
 
     def tick(self, now_s: float) -> tuple[Proposal, ...]:
         self._forget(now_s)
+        if self.demands:
+            self._look_who_left(now_s)
         if self._order is None:
             self._order = tuple(sorted(self.replicas))
         view = ClusterView(

@@ -6,7 +6,8 @@ preempt there. Pure: it reads a view and returns proposals. Imports the view and
 Invariants: what leaves is enough, by the blocks that each frees and no more than those; nobody gives up keys and values for
 what is not strictly more urgent, and no oftener than `max_parks` in `parks_window_s`; who moves goes to where there is room
 without anybody giving way; without any one of those who leave it would not be enough; while proposals for a demand are on
-their way it has no others.
+their way it has no others. What has left is on its way until reports show it; where growth has then undone the room, more
+leave at once.
 
 A set of requests costs the seconds that they lose by it: one that moves, its pause and the time that its blocks are copied;
 one that goes back to its queue, the time to compute its keys and values again and, where it ran, its wait. A request moves
@@ -24,7 +25,7 @@ replica is given to those who move in the order of what they take, the largest f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -35,12 +36,15 @@ from cluster.config import ControlConfig
 from cluster.control.room import Room
 from cluster.control.view import ClusterView, Proposal, Replica, Underway, blocks_of, frees, takes
 from cluster.messages import HeldRequest, Standing, Unplaced
-from cluster.types import ReplicaId
+from cluster.types import ReplicaId, RequestId
 
 UNPLACED_TICKS = 2
 """A demand must be older than that: the router and the engines settle the others among themselves."""
 EXACT_MAX = 10
 SEARCH_MAX = 16
+SEEN_S = 0.25
+"""What reports show a router has seen after so long, and has told what it has no place for all the same: replicas report
+every 100 ms, and routers tell every 50."""
 STEPS_MAX = 4_000
 """Of all searches in a tick; beyond it the best so far is taken."""
 STEPS_OF_A_SET = 10
@@ -101,7 +105,10 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
 
     The next is for the next tick, which counts what leaves for this one.
     """
-    answered = {u.proposal.for_request_id for u in view.lately if now_s - u.at_s <= config.proposal_expiry_s}
+    lately = [u for u in view.lately if u.proposal.for_request_id is not None]
+    lately = [u for u in lately if now_s - u.at_s <= config.proposal_expiry_s]
+    answered = {u.proposal.for_request_id for u in lately if u.shown_s is None}
+    shown_s = {u.proposal.for_request_id: u.shown_s for u in lately if u.shown_s is not None}  # the latest is the last
     due = [
         d
         for d in view.demands
@@ -113,10 +120,13 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
     in_vain: list[Unplaced] = []
     for demand in sorted(due, key=lambda d: (-d.told.priority, -d.waits_s(now_s), d.told.request_id)):
         told, waits_s = demand.told, demand.waits_s(now_s)
-        if any(t.priority >= told.priority and t.blocks <= told.blocks for t in in_vain):
+        own = told.request_id in shown_s  # room that was made for it is no other's
+        if not own and any(t.priority >= told.priority and t.blocks <= told.blocks for t in in_vain):
             continue
-        search = _Search(told, waits_s, tick)
-        plan = search.plan()
+        # Where room was made for it and its router has seen that by now, it is not enough.
+        is_short = own and demand.told_at_s - shown_s[told.request_id] > SEEN_S
+        search = _Search(told, tick)
+        plan = search.plan(is_patient=not is_short and waits_s <= config.proposal_expiry_s)
         if plan is not None:
             return tuple(_underway(told, waits_s, plan, leaves, now_s) for leaves in plan.leave)
         if not search.sees_room:
@@ -133,6 +143,8 @@ class _Row(msgspec.Struct, gc=False):
     """Blocks that would be left without the less urgent, at most."""
     with_all: int
     """Without all that it tells of one by one."""
+    made_free_for: Set[RequestId] | None
+    """Demands that room was lately made for there."""
     replica: Replica
 
 
@@ -148,13 +160,13 @@ class _Tick:
         self._rows: dict[int, list[_Row]] = {}
 
     def rows(self, priority: int) -> list[_Row]:
-        """Replicas that could be made free for a demand of this priority, with least to free first."""
+        """Replicas that could be made free for some demand of this priority, with least to free first."""
         rows = self._rows.get(priority)
         if rows is None:
             rows = []
             for replica in self.room.live:  # few calls: this runs for every replica
                 above, load = replica.waits_above, replica.load
-                if (above is not None and above >= priority) or replica.replica_id in self.room.made_free:
+                if above is not None and above >= priority:
                     continue
                 slots, left = self.room.left(replica)
                 with_lower = load.blocks_free
@@ -163,7 +175,8 @@ class _Tick:
                         with_lower += level.blocks
                 for level in load.waiting:  # all less urgent
                     with_lower += level.blocks
-                rows.append(_Row(left, slots, with_lower, left + replica.listed_frees, replica))
+                made_free_for = self.room.made_free.get(replica.replica_id)
+                rows.append(_Row(left, slots, with_lower, left + replica.listed_frees, made_free_for, replica))
             rows.sort(key=attrgetter("blocks_left"), reverse=True)  # equals stay in the order of their ids
             self._rows[priority] = rows
         return rows
@@ -172,18 +185,19 @@ class _Tick:
 class _Search:
     """For one demand."""
 
-    def __init__(self, told: Unplaced, waits_s: float, tick: _Tick) -> None:
+    def __init__(self, told: Unplaced, tick: _Tick) -> None:
         self._told = told
-        self._waits_s = waits_s
         self._tick = tick
         self._room, self._config = tick.room, tick.config
         self._best: _Plan | None = None
-        self._rows = tick.rows(told.priority)
+        self._rows = [
+            row for row in tick.rows(told.priority) if not row.made_free_for or row.made_free_for == {told.request_id}
+        ]
         self.sees_room = any(row.blocks_left >= told.blocks and row.slots_left > 0 for row in self._rows)
         """A replica seems to have the room already."""
 
-    def plan(self) -> _Plan | None:
-        if self.sees_room and self._waits_s <= self._config.proposal_expiry_s:
+    def plan(self, is_patient: bool) -> _Plan | None:
+        if self.sees_room and is_patient:
             # Its router knows of something there that the report does not count yet. That lasts no longer than what is on
             # its way: later the others are looked at.
             return None

@@ -5,7 +5,8 @@ earlier proposal for it is on its way; none is given where as urgent work waits,
 nor on a replica that drains, is silent or stands still; nobody is to give way but where that is asked for.
 
 What is on its way counts on both sides until it expires, also where a report counts it already: so a target is never
-taken for emptier than it is, nor a source for fuller.
+taken for emptier than it is, nor a source for fuller. Only of what was to make room for a demand it is known when reports
+count it; from then on only they count, and the room is still nobody else's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from cluster.config import ControlConfig
 from cluster.control.view import ClusterView, Replica, fullness
 from cluster.messages import HeldRequest
-from cluster.types import ReplicaId
+from cluster.types import ReplicaId, RequestId
 
 NEARLY = 0.05
 """Replicas whose fullness differs by no more count as equally full, and the other failure domain decides."""
@@ -38,8 +39,8 @@ class Room:
         """Requests and blocks."""
         self._leaving: dict[ReplicaId, tuple[int, int]] = {}
         self._resting_pairs: set[tuple[ReplicaId, ReplicaId]] = set()
-        self.made_free: set[ReplicaId] = set()
-        """Where there is room for a demand, or is being made."""
+        self.made_free: dict[ReplicaId, set[RequestId]] = {}
+        """Where there is room for a demand, or is being made, and for which."""
         self._count_lately()
         self._work: dict[int, tuple[Mapping[str, int], Mapping[str, int]]] = {}
         self._least_urgent: int | None = None
@@ -186,19 +187,22 @@ class Room:
     def _count_lately(self) -> None:
         now_s, pair_rest_s = self._now_s, self._config.pair_rest_s
         expiry_s = self._config.proposal_expiry_s
-        for at_s, proposal, _, frees_blocks, goes_to, takes_blocks in self._view.lately:  # hundreds, in each tick
+        # No calls: these are hundreds, in each tick.
+        for at_s, proposal, _, frees_blocks, goes_to, takes_blocks, _, _, shown_s in self._view.lately:
             ago_s, source = now_s - at_s, proposal.source
             if ago_s <= pair_rest_s and (target := proposal.target) is not None:
                 self._resting_pairs.add((source, target) if source < target else (target, source))
             if ago_s > expiry_s:
+                continue
+            if (demand := proposal.for_request_id) is not None:
+                self.made_free.setdefault(source, set()).add(demand)
+            if shown_s is not None:
                 continue
             requests, blocks = self._leaving.get(source, (0, 0))
             self._leaving[source] = requests + 1, blocks + frees_blocks
             if goes_to is not None:
                 requests, blocks = self._arriving.get(goes_to, (0, 0))
                 self._arriving[goes_to] = requests + 1, blocks + takes_blocks
-            if proposal.for_request_id is not None:
-                self.made_free.add(source)
 
     def _work_at(self, priority: int) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """Requests that are as urgent, by machine and by zone."""

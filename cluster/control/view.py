@@ -132,6 +132,12 @@ class Underway(NamedTuple):
     """Its target, or where there was room for it as it went back to its router; None: it makes room for a demand."""
     takes_blocks: int
     """There."""
+    left_s: float | None = None
+    """When its router said that it has left."""
+    steps_total: int | None = None
+    """Of its source, by the first report after that: what is let go of is free after the step that runs."""
+    shown_s: float | None = None
+    """When the reports of both sides counted that."""
 
     @property
     def parks(self) -> bool:

@@ -16,7 +16,7 @@ from cluster.config import ControlConfig
 from cluster.control.gates import DEMAND_PERIOD_S, PERIOD_S
 from cluster.control.loop import WEIGH_FOR_S, Control
 from cluster.control.routers import Routers
-from cluster.messages import HeldRequest, Propose, RosterEntry, RouterDemand, Stays, Unplaced
+from cluster.messages import HeldRequest, Left, Propose, RosterEntry, RouterDemand, Stays, Unplaced
 from cluster.types import Generation, ReplicaId, ReplicaReport, ReplicaState, RouterId
 from ops.sim.events import VirtualLoop
 from ops.sim.links import Weather
@@ -135,6 +135,8 @@ class SimController:
                 self._loop.at(due_s, self._heard, self._life, router_id, demand)
             if self._control is not None and (unplaced := core.unplaced(self._model)) is not None:
                 self._loop.at(due_s, self._heard_unplaced, self._life, router_id, unplaced)
+            for settled in core.settled():
+                self._loop.at(due_s, self._heard_settled, settled)
         self._loop.at(self._loop.now_s + DEMAND_PERIOD_S, self._ask)
 
     def _heard(self, life: _Life, router_id: RouterId, demand: RouterDemand) -> None:
@@ -195,11 +197,15 @@ class SimController:
         verdict = self._cores[router_id].propose(message) or Verdict.GONE
         if verdict.stays and message.for_request_id is not None:
             told = Stays(message.request_id, message.attempt, message.for_request_id)
-            self._loop.at(self._loop.now_s + self._delay_s, self._heard_stays, told)
+            self._loop.at(self._loop.now_s + self._delay_s, self._heard_settled, told)
 
-    def _heard_stays(self, told: Stays) -> None:
-        if self._life is not None and self._life.control is not None:
+    def _heard_settled(self, told: Stays | Left) -> None:
+        if self._life is None or self._life.control is None:
+            return
+        if isinstance(told, Stays):
             self._life.control.stays(told)
+        else:
+            self._life.control.left(told, self._loop.now_s)
 
 
 def _can_take(router_id: RouterId) -> bool:

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from cluster.config import ControlConfig
 from cluster.control.gates import DEMAND_PERIOD_S
 from cluster.control.loop import GONE_AFTER_S, WEIGH_FOR_S, Control
 from cluster.control.view import Proposal
-from cluster.messages import HeldRequest, RosterEntry, Stays, Unplaced
+from cluster.messages import HeldRequest, Left, RosterEntry, Stays, Unplaced
 from cluster.types import Generation, ReplicaId, RequestId, RouterId
 from tests.unit.control_kit import MODEL, NOW_S, ROUTER, entry, load, paused, report, request, waits
 
@@ -155,6 +156,81 @@ def test_where_who_is_asked_to_leave_stays_another_is_asked_at_once_and_it_count
     assert told.for_s(CONFIG.request_rest_s - 2 * CONFIG.proposal_expiry_s) == [], "both rest"
     (again,) = told.for_s(2 * CONFIG.proposal_expiry_s)
     assert again.request_id == "cheap", "it was not parked"
+
+
+TEN_MINUTES = ControlConfig(proposal_expiry_s=600.0)
+
+
+def for_room(told: Told) -> tuple[Proposal, HeldRequest]:
+    """The cheapest of two leaves for a request that needs 98 blocks of 200, of which 2 are free. The other stays."""
+    dear = request("dear", blocks=100, tokens=9999, remaining=1)
+    told.has(entry("r"), request("cheap", blocks=98, remaining=1), dear)
+    told.demands[ROUTER] = asks(98)
+    (first,) = told.for_s(5.0)
+    assert first.request_id == "cheap"
+    return first, dear
+
+
+def went(first: Proposal) -> Left:
+    return Left(first.request_id, first.attempt, RequestId("urgent"))
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_where_growth_undoes_the_room_that_was_made_more_leave_at_once_and_not_before_who_was_asked_has_left(
+    left: bool,
+) -> None:
+    told = Told(TEN_MINUTES)
+    first, dear = for_room(told)
+    if left:
+        told.control.left(went(first), told.now_s)
+    assert told.for_s(STATUS_S) == [], "what the reports say is older"
+    told.has(entry("r"), msgspec.structs.replace(dear, blocks=110))
+    again = told.for_s(5 * STATUS_S)
+    assert [p.request_id for p in again] == ["dear"] * left
+    assert told.for_s(20.0) == [], "once"
+
+
+def test_room_that_was_made_and_is_there_is_left_to_its_router_and_to_nobody_else() -> None:
+    told = Told(TEN_MINUTES)
+    first, dear = for_room(told)
+    told.control.left(went(first), told.now_s)
+    told.has(entry("r"), dear)
+    told.has(entry("full"), *runners(4, blocks=1, priority=20), waits("w", priority=20))
+    assert told.for_s(0.4) == []
+    del told.demands[ROUTER]  # it has its place
+    assert told.for_s(5.0) == []
+
+
+def test_who_still_has_no_place_where_reports_show_the_room_has_others_asked() -> None:
+    told = Told(TEN_MINUTES)
+    first, dear = for_room(told)
+    told.control.left(went(first), told.now_s)
+    told.has(entry("r"), dear)
+    told.has(entry("other"), request("third", blocks=199, tokens=99999, remaining=1))
+    assert [p.request_id for p in told.for_s(1.0)] == ["third"]
+    assert told.for_s(20.0) == []
+
+
+def test_until_a_step_has_ended_since_what_has_left_is_not_taken_to_have_freed_its_blocks() -> None:
+    told = Told(TEN_MINUTES)
+    first, _ = for_room(told)
+    steps = told.steps(told.now_s)
+    told.steps = lambda _: steps
+    told.control.left(went(first), told.now_s)
+    assert told.for_s(2.0) == [], "its step goes on"
+    told.steps = lambda _: steps + 1
+    assert [p.request_id for p in told.for_s(STATUS_S + CONFIG.tick_s)] == ["dear"]
+
+
+def test_whose_replica_is_gone_has_left() -> None:
+    told = Told(TEN_MINUTES)
+    first, dear = for_room(told)
+    told.has(entry("other"), dear, request("more", blocks=99, remaining=9))
+    told.for_s(1.0)
+    told.control.left(went(first), told.now_s)
+    del told.replicas[entry("r")]
+    told.control.replica_gone(entry("r").replica_id, entry("r").generation)
+    assert [p.source for p in told.for_s(2 * CONFIG.tick_s)] == ["other"]
 
 
 def test_a_demand_that_is_not_told_of_any_more_makes_nobody_leave() -> None:

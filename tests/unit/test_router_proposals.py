@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cluster.config import RouterConfig
-from cluster.messages import Gate, Gates, Propose
+from cluster.messages import Gate, Gates, Left, Propose, Stays
 from cluster.types import Generation, Outcome, ReplicaId, ReplicaState, Request, RequestId
 from router.proposals import Demand, Found, Verdict, judge
 from router.suspects import Trial
@@ -352,6 +352,8 @@ def test_what_is_parked_for_it_makes_room_for_it_and_for_nobody_before_it() -> N
     small = bench.submit("small", prompt=8, tokens=8)
     bench.core.propose(propose(lower, None, source="r2", sake=large, why="large needs its blocks"))
     assert two.aborted == [("lower", 1)]
+    assert bench.core.settled() == (Left(lower.request_id, 1, large.request_id),)
+    assert bench.core.settled() == (), "it is told once"
     two.beat()
     assert [r.request_id for r, _ in two.added] == ["lower", "large"]
     for request in (large, lower, small):
@@ -369,9 +371,35 @@ def test_equal_work_moves_for_it_and_is_never_parked_for_it() -> None:
     one.turn()
     two.turn()
     assert [r.request_id for r, _ in one.added] == ["equal"], "until it is gone there is no room"
+    assert bench.core.settled() == (Left(equal.request_id, 1, large.request_id),)
     one.turn()
     assert [r.request_id for r, _ in one.added] == ["equal", "large"]
     assert verdicts(bench) == {"moves": 1, "runs": 1}
+
+
+@pytest.mark.parametrize("goes_wrong", ["the target is gone", "it takes too long"])
+def test_that_a_move_for_it_comes_to_nothing_is_told(goes_wrong: str) -> None:
+    bench = Bench(CONFIG)
+    one, two, equal, _, large = crowded(bench)
+    bench.core.propose(propose(equal, "r2", sake=large))
+    assert bench.core.settled() == ()
+    if goes_wrong == "the target is gone":
+        two.die()
+    else:
+        for _ in range(math.ceil(CONFIG.move_timeout_s / 0.1)):
+            bench.clock.advance(0.1)
+            for replica in (one, two):
+                replica.beat()
+            bench.core.tick()
+    assert bench.core.settled() == (Stays(equal.request_id, 1, large.request_id),)
+
+
+def test_that_a_request_ends_while_it_moves_for_it_is_told_for_it_makes_the_room_as_well() -> None:
+    bench = Bench(CONFIG)
+    _, _, equal, _, large = crowded(bench)
+    bench.core.propose(propose(equal, "r2", sake=large))
+    bench.core.cancel(equal.request_id)
+    assert bench.core.settled() == (Left(equal.request_id, 1, large.request_id),)
 
 
 def test_it_is_void_once_the_request_that_it_makes_room_for_has_a_place_or_has_ended() -> None:
@@ -424,6 +452,8 @@ def test_whatever_is_proposed_every_client_gets_what_it_asked_for(seed: int) -> 
     bench = Bench(CONFIG.model_copy(update={"request_rest_s": 0.1}))
     replicas = [bench.replica(name, slots=4, blocks=40) for name in ("r1", "r2", "r3")]
     requests: list[Request] = []
+    done_for: list[tuple[RequestId, int, RequestId]] = []
+    settled: list[tuple[RequestId, int, RequestId]] = []
     for turn in itertools.count():
         if turn < 80:
             priority_class = rng.choice(("batch", "standard", "interactive"))
@@ -435,16 +465,20 @@ def test_whatever_is_proposed_every_client_gets_what_it_asked_for(seed: int) -> 
                 first = None if head is None else bench.core._live[head.request_id].request
                 target, sake = rng.choice((None, "r1", "r2", "r3")), rng.choice((None, first, rng.choice(requests)))
                 attempt, where = live.journal.attempt, live.replica_id
-                bench.core.propose(propose(live.request, target, source=where, attempt=attempt, sake=sake))
+                verdict = bench.core.propose(propose(live.request, target, source=where, attempt=attempt, sake=sake))
+                if sake is not None and verdict is not None and not verdict.stays:
+                    done_for.append((live.request.request_id, attempt, sake.request_id))
         bench.clock.advance(0.05)
         for replica in replicas:
             replica.turn()
         bench.core.tick()
+        settled += [(told.request_id, told.attempt, told.for_request_id) for told in bench.core.settled()]
         if turn >= 80 and not bench.core._live:
             break
         assert turn < 1000, "work goes round and round"
     assert {bench.outcome(r) for r in requests} == {Outcome.FINISHED}
     assert [bench.text(r) for r in requests] == [expected_text(r) for r in requests]
+    assert sorted(settled) == sorted(done_for) != [], "of each that was for another's sake the end is told, once"
     done = verdicts(bench)
     assert done["moves"] > 5
     assert done["called_back"] > 2

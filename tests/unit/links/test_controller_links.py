@@ -32,6 +32,7 @@ from cluster.messages import (
     Hello,
     Leads,
     Leave,
+    Left,
     Message,
     Propose,
     ReplicaHere,
@@ -400,7 +401,9 @@ async def test_a_replica_says_in_which_zone_its_node_is(
 HELD = HeldRequest(RequestId("low"), 2, RouterId("owner"), -10, Standing.RUNS, 6, 90, 50, 1)
 
 
-def status(entry: RosterEntry, *held: HeldRequest, running: int = 0, blocks_free: int = 8) -> ReplicaStatus:
+def status(
+    entry: RosterEntry, *held: HeldRequest, running: int = 0, blocks_free: int = 8, steps: int = 0
+) -> ReplicaStatus:
     """Of a replica with one slot and 8 blocks; who does not run there waits."""
     levels = {True: tuple[PriorityLoad, ...](), False: tuple[PriorityLoad, ...]()}
     for h in held:
@@ -412,6 +415,7 @@ def status(entry: RosterEntry, *held: HeldRequest, running: int = 0, blocks_free
         block_size_tokens=16,
         running=levels[True] or (PriorityLoad(0, running, 8 - blocks_free),) * bool(running),
         waiting=levels[False],
+        steps_total=steps,
     )
     report = ReplicaReport(
         replica_id=entry.replica_id,
@@ -438,7 +442,7 @@ async def proposed_while(place: Place, owner: Peer, *told: tuple[Peer, Message])
         while True:
             for peer, message in told:
                 peer.link.tell(message)
-            await asyncio.sleep(0.02)
+                await asyncio.sleep(0.02)
 
     place.tasks.append(saying := asyncio.create_task(say()))
     propose = await asyncio.wait_for(heard(owner, Propose), 30)
@@ -505,6 +509,20 @@ async def test_where_its_router_keeps_who_is_to_make_room_another_is_asked_at_on
     owner.link.ask(Stays(first.request_id, first.attempt, RequestId("large")))
     second = await proposed_while(place, owner, *told)
     assert (first.request_id, second.request_id) == (HELD.request_id, longer.request_id)
+
+
+async def test_where_room_that_was_made_is_taken_by_what_runs_there_another_is_asked_at_once(place: Place) -> None:
+    await place.start(control=ControlConfig(proposal_expiry_s=600))
+    owner = Peer(place, "router", name="owner")
+    await owner.followed()
+    replica, entry = await replica_here(place, "r1")
+    demand = (owner, Unplaced("m", RequestId("large"), 10, 7, 1.0))
+    first = await proposed_while(place, owner, (replica, status(entry, HELD, blocks_free=2)), demand)
+    owner.link.ask(Left(first.request_id, first.attempt, RequestId("large")))
+    grown = msgspec.structs.replace(HELD, request_id=RequestId("grown"))
+    steps = [(replica, status(entry, grown, blocks_free=2, steps=number)) for number in (1, 2)]
+    second = await proposed_while(place, owner, *steps, demand)
+    assert (first.request_id, second.request_id) == (HELD.request_id, "grown")
 
 
 async def test_nothing_is_proposed_by_a_controller_that_has_just_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
