@@ -13,12 +13,16 @@ from typing import Annotated
 import msgspec
 
 from cluster.types import (
+    Count,
+    Counter,
     DrainedBy,
     EngineState,
+    Finite,
     Generation,
     PodRef,
     Preempted,
     PrefixChange,
+    Priority,
     Refusal,
     ReplicaId,
     ReplicaReport,
@@ -46,7 +50,7 @@ class RosterEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     replica_id: ReplicaId
     generation: Generation
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     model: str
     zone: str = ""
     """What else fails together with it, beyond its host; empty where nobody has said."""
@@ -64,8 +68,8 @@ class RosterEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Challenge(Message, frozen=True):
-    version_oldest: int
-    version_newest: int
+    version_oldest: Count
+    version_newest: Count
     nonce: bytes
 
 
@@ -75,8 +79,8 @@ class Hello(Message, frozen=True):
     `proof` is HMAC-SHA256 over the role, both nonces and the sender's id; see deployments/transport.py.
     """
 
-    version_oldest: int
-    version_newest: int
+    version_oldest: Count
+    version_newest: Count
     role: str
     sender_id: str
     nonce: bytes
@@ -87,11 +91,11 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    version: int
+    version: Count
     sender_id: str
     generation: Generation
     proof: bytes
-    max_frame_bytes: int
+    max_frame_bytes: Count
 
 
 class Rejected(Message, frozen=True):
@@ -103,28 +107,28 @@ class Rejected(Message, frozen=True):
 
 class Add(Message, frozen=True):
     request: Request
-    attempt: int
-    sequence: int
+    attempt: Count
+    sequence: Count
     """Rises with each Add and Grant of this router, across its links."""
     shared: bool = False
     """A minimum share sends it out, past more urgent work that waits; the other routers are told."""
     trial: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
     """It may have killed an engine, and what else may be here meanwhile: a value of `router.suspects.Trial`."""
-    trial_tokens: int = 0
+    trial_tokens: Count = 0
     """With so many output tokens the trial is over."""
 
 
 class Abort(Message, frozen=True):
     request_id: RequestId
-    attempt: int
+    attempt: Count
 
 
 class ResendFrom(Message, frozen=True):
     """Send the tokens of this attempt again from `index` on. Answered by a delta or an UNKNOWN_ATTEMPT refusal."""
 
     request_id: RequestId
-    attempt: int
-    index: int
+    attempt: Count
+    index: Count
 
 
 class Goodbye(Message, frozen=True):
@@ -136,8 +140,8 @@ class Move(Message, frozen=True):
     OFF, or by the attempt's end."""
 
     request_id: RequestId
-    attempt: int
-    number: int
+    attempt: Count
+    number: Count
     """Of the attempt that it is to be on the target."""
     target: RosterEntry
 
@@ -146,17 +150,17 @@ class CallOff(Message, frozen=True):
     """To the source: the attempt stays; frozen, it goes on as if nothing had been. Answered by OFF where it was moving."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
 
 
 class Grant(Message, frozen=True):
     """To the target: the attempt that arrives there is the one that counts. Answered by TAKEN or OFF."""
 
     request_id: RequestId
-    attempt: int
-    index: int
+    attempt: Count
+    index: Count
     """Of its first token: as many had come when it was frozen."""
-    sequence: int
+    sequence: Count
     """As that of an Add."""
 
 
@@ -164,7 +168,7 @@ class Release(Message, frozen=True):
     """To the source: the target has it, a frozen attempt is to be forgotten."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
 
 
 # --- replica -> replica: what a move carries ---
@@ -174,25 +178,25 @@ class MoveBegin(Message, frozen=True):
     """Reserve a place for an attempt of a router's, and blocks for what comes with it. Answered."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
     router_id: RouterId
     kv_format: str
-    blocks: int
+    blocks: Count
 
 
 class MoveBlocks(Message, frozen=True):
     """Blocks `first`, `first` + 1, … as `cluster.ports.MovesPort.export_blocks` gives them. Answered."""
 
     request_id: RequestId
-    attempt: int
-    first: int
+    attempt: Count
+    first: Count
     data: memoryview
 
 
 class MoveState(Message, frozen=True):
     """The last of a move: the request as it was frozen. Nothing of it is told before its router has granted it."""
 
-    attempt: int
+    attempt: Count
     state: EngineState
 
 
@@ -200,14 +204,14 @@ class MoveAbort(Message, frozen=True):
     """Nothing more will come."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
 
 
 class MoveAnswer(Message, frozen=True):
     """Of the target, to each MoveBegin and MoveBlocks in order."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
     refusal: str = ""
     """A value of `cluster.ports.ImportRefusal`, or DRAINING of RefusalReason; empty where it was taken."""
 
@@ -228,10 +232,10 @@ class MoveNotice(msgspec.Struct, frozen=True, array_like=True):
     """How a move stands. It follows the deltas of its frame."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
     """On the source the one that is moved, on the target the one that comes of it."""
     stage: MoveStage
-    index: int = 0
+    index: Count = 0
     why: str = ""
 
 
@@ -255,7 +259,7 @@ class ReplicaHere(Message, frozen=True):
     """A replica says where routers reach it; sent on every new link, once it has its generation."""
 
     entry: RosterEntry
-    pid: int
+    pid: Count
     pod: PodRef | None = None
 
 
@@ -273,18 +277,18 @@ class HeldRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An attempt on a replica, as the controller weighs it."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
     router_id: RouterId
     """The one that owns it."""
-    priority: int
+    priority: Priority
     standing: Standing
-    blocks: int
+    blocks: Count
     """KV blocks that would be free if it left: those that nobody else holds."""
-    tokens: int
+    tokens: Count
     """Whose keys and values are in blocks here: what is moved with it, or computed again without it."""
-    remaining_tokens: int
+    remaining_tokens: Count
     """Output that is still expected of it, one at least."""
-    to_compute_tokens: int
+    to_compute_tokens: Count
     """Of its prompt and its output so far, those whose keys and values are not here: all of them, where it holds none."""
 
 
@@ -307,12 +311,12 @@ class ReplicaStatus(Message, frozen=True):
 
 
 class BandStatus(msgspec.Struct, frozen=True, array_like=True):
-    priority: int
+    priority: Priority
     priority_class: str
-    queued_requests: int
-    queued_bytes: int
-    running_requests: int
-    oldest_s: float | None = None
+    queued_requests: Count
+    queued_bytes: Count
+    running_requests: Count
+    oldest_s: Finite | None = None
     """Age of the oldest that is queued; None where none is."""
 
 
@@ -325,7 +329,7 @@ class MoveStatus(msgspec.Struct, frozen=True, array_like=True):
     target: ReplicaId
     stage: str
     """A name of `router.moving.Stage` in small letters."""
-    age_s: float
+    age_s: Finite
     """Since it was asked for."""
     why: str
 
@@ -352,11 +356,11 @@ class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
 
 class RouterStatus(Message, frozen=True):
     router_id: RouterId
-    observed_unix_s: float
+    observed_unix_s: Finite
     url: str
-    pid: int
+    pid: Count
     models: tuple[ModelStatus, ...]
-    standbys: int = 0
+    standbys: Count = 0
     """Controllers that it is linked to beside the one that leads."""
 
 
@@ -372,13 +376,13 @@ class Follows(Message, frozen=True):
 class StatusRequest(Message, frozen=True):
     """A router asks for the whole picture, to answer `forebay status`."""
 
-    ask_id: int
+    ask_id: Count
 
 
 class DrainAsk(Message, frozen=True):
     """A router passes on that work is to be kept from a replica, or from all of a host, until it is asked otherwise."""
 
-    ask_id: int
+    ask_id: Count
     name: str
     """A replica's id, or the host or the Kubernetes node of some."""
     drain: bool
@@ -390,10 +394,10 @@ class Unplaced(Message, frozen=True):
 
     model: str
     request_id: RequestId
-    priority: int
-    blocks: int
+    priority: Priority
+    blocks: Count
     """That it needs on one replica."""
-    waits_s: float
+    waits_s: Finite
     """Since it was found to have no place."""
 
 
@@ -404,34 +408,34 @@ class Waiter(msgspec.Struct, frozen=True, array_like=True):
     """A request that waits on a router: its place in the order of its band, least first in (counter, rank, arrived)."""
 
     tenant: str
-    counter: float
+    counter: Counter
     """Of its tenant, see router/fairness.py. Minus infinity for what goes on after a loss: it goes before new work."""
-    rank: float
-    arrived_unix_s: float
-    charge: float
+    rank: Finite
+    arrived_unix_s: Finite
+    charge: Finite
     """What its tenant's counter grows by when it is sent out."""
 
 
 class BandDemand(msgspec.Struct, frozen=True, array_like=True):
     """What one router has in one band."""
 
-    priority: int
-    waiting: int
+    priority: Priority
+    waiting: Count
     """Requests; of a router that reaches no replica that takes work, 0."""
-    sent: int
+    sent: Count
     """Attempts sent out in all, since the router started."""
-    level: float
+    level: Counter
     """The least counter among tenants with work waiting; where nobody waits, of the last that did."""
 
 
 class TenantService(msgspec.Struct, frozen=True, array_like=True):
     """What a tenant got through one router in one band."""
 
-    priority: int
+    priority: Priority
     tenant: str
-    since: int
+    since: Count
     """Number of the demand with which `total` was told first: it was zero before."""
-    total: float
+    total: Finite
     """Service over the tenant's weight, in all; what was taken back is taken off."""
 
 
@@ -439,59 +443,59 @@ class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
     """Requests of a class with an aim for their first token that have had it through one router, since it started."""
 
     priority_class: str
-    in_time: int
-    late: int
+    in_time: Count
+    late: Count
 
 
 class RouterDemand(Message, frozen=True):
     """What waits on a router for one model, every 50 ms while anything does, and whenever there is service to tell."""
 
     model: str
-    number: int
+    number: Count
     """Rises with each that is sent for this model."""
     bands: tuple[BandDemand, ...]
     """Most urgent first, those in which nothing waits last."""
     heads: tuple[Waiter, ...]
     """The first of the most urgent band in which anything waits."""
-    first_for_s: float
+    first_for_s: Finite
     """How long the first of them has been the first and has not been sent out."""
     blocked: bool
     """A replica has a slot for it and not the blocks: room gathers for it."""
-    held_s: float
+    held_s: Finite
     """How long there has been room for it and only a gate has kept it from it."""
-    sent_per_s: float
+    sent_per_s: Finite
     """Attempts lately sent out, of any band."""
-    sent_service: float
+    sent_service: Finite
     """Service sent out in all, of any band."""
-    open_service: float
+    open_service: Finite
     """Of that, what is open, over the tenants' weights."""
     service: tuple[TenantService, ...]
     """What has changed since it was told last, as much of it as a message may carry."""
-    queued: int = 0
+    queued: Count = 0
     """Requests that wait, whether a replica is reached or not."""
-    queued_service: float = 0.0
+    queued_service: Finite = 0.0
     """What serving these is expected to take."""
-    of_one_per_s: float | None = None
+    of_one_per_s: Finite | None = None
     """What one full replica does, as a controller said last that had measured it: for one that has not yet."""
     first_tokens: tuple[FirstTokens, ...] = ()
-    observed_unix_s: float = 0.0
+    observed_unix_s: Finite = 0.0
     """When it was told, by the clock that `heads` are told by: clocks of several hosts need not agree."""
 
 
 class Gate(msgspec.Struct, frozen=True, array_like=True):
     """Above `priority` all is let out, of `priority` what makes no more than `sent_max` in all, below nothing."""
 
-    priority: int
-    sent_max: int
+    priority: Priority
+    sent_max: Count
 
 
 class BandLevel(msgspec.Struct, frozen=True, array_like=True):
     """How the other routers stand in one band."""
 
-    priority: int
-    level: float
+    priority: Priority
+    level: Counter
     """The least of theirs where anything waits, else the greatest."""
-    routers_waiting: int
+    routers_waiting: Count
     """Of the others, those with work waiting there."""
 
 
@@ -499,9 +503,9 @@ class RouterService(msgspec.Struct, frozen=True, array_like=True):
     """What another router has told since it was passed on last."""
 
     router_id: RouterId
-    number: int
+    number: Count
     """Of the earliest demand in it."""
-    sent_service: float
+    sent_service: Finite
     service: tuple[TenantService, ...]
 
 
@@ -540,15 +544,15 @@ class Weigh(Message, frozen=True):
     """To a replica: tell for so long what is here, however much room there is: a request of its model fits nowhere. Said
     again while that lasts."""
 
-    for_s: float
+    for_s: Finite
 
 
 class ScaleDecision(msgspec.Struct, frozen=True, array_like=True):
     """The number of replicas of a model that are to take work was changed, or not."""
 
-    at_unix_s: float
-    was: int
-    wanted: int
+    at_unix_s: Finite
+    was: Count
+    wanted: Count
     why: str
     numbers: dict[str, float]
     """By which it was decided; what was not measured is not among them."""
@@ -560,7 +564,7 @@ class ScaleStatus(Message, frozen=True):
     model: str
     now: ScaleDecision
     """Why nothing changes just now, or what does."""
-    kept: int | None
+    kept: Count | None
     """So many Serve keeps, as it said last; None where it has not been asked."""
     trouble: str = ""
     """Why Serve could not be asked or told the last time."""
@@ -585,7 +589,7 @@ class Leave(Message, frozen=True):
 class DrainTold(Message, frozen=True):
     """The replicas that a DrainAsk was about, all of which have been told."""
 
-    ask_id: int
+    ask_id: Count
     replica_ids: tuple[ReplicaId, ...]
 
 
@@ -595,7 +599,7 @@ class Propose(Message, frozen=True):
     generation: Generation
     """Of the controller. Older than one that the router has met: refused."""
     request_id: RequestId
-    attempt: int
+    attempt: Count
     source: ReplicaId
     source_generation: Generation
     target: ReplicaId | None
@@ -613,7 +617,7 @@ class Stays(Message, frozen=True):
     """A router does not do what was proposed for another request's sake: the room is not made, and may be elsewhere."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
     for_request_id: RequestId
 
 
@@ -622,15 +626,15 @@ class Left(Message, frozen=True):
     reports show that and the other still has no place, others may be asked."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
     for_request_id: RequestId
 
 
 class ReplicaSummary(msgspec.Struct, frozen=True):
     entry: RosterEntry
-    pid: int
+    pid: Count
     report: ReplicaReport | None
-    report_age_s: float | None
+    report_age_s: Finite | None
     drained_by: tuple[DrainedBy, ...] = ()
     pod: PodRef | None = None
 
@@ -645,26 +649,26 @@ class NodeStatus(msgspec.Struct, frozen=True, array_like=True):
 class KubernetesStatus(msgspec.Struct, frozen=True, array_like=True):
     """How a controller stands with Kubernetes."""
 
-    nodes: int | None
+    nodes: Count | None
     """That are known; None before they were listed."""
     going: tuple[NodeStatus, ...]
     """The first of those that are about to go, a bounded number."""
-    heard_s: float | None
+    heard_s: Finite | None
     """Since the API server was last heard about nodes; None: never."""
     lease_holder: str
     """As the Lease was read last; empty: nobody's, or it is not known."""
     holds_lease: bool
-    events_written: int
-    events_dropped: int
+    events_written: Count
+    events_dropped: Count
     trouble: str = ""
     """What the API server did not do the last time; empty while all goes well."""
 
 
 class ClusterStatus(Message, frozen=True):
-    ask_id: int
+    ask_id: Count
     controller_generation: Generation
-    controller_pid: int
-    uptime_s: float
+    controller_pid: Count
+    uptime_s: Finite
     replicas: tuple[ReplicaSummary, ...]
     routers: tuple[RouterStatus, ...]
     scale: tuple[ScaleStatus, ...] = ()

@@ -15,6 +15,15 @@ RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
 RouterId = NewType("RouterId", str)
 
+_LARGEST = 2**53
+Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+"""As processes tell each other: what is decoded is neither negative nor so large that sums of it could not be sent."""
+Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+"""So not NaN either."""
+Counter = Annotated[float, msgspec.Meta(le=1e300)]
+"""Of a tenant, see router/fairness.py; minus infinity for what goes before all new work."""
+Priority = Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """Base of every value here: frozen, built by keyword, an array on the wire, unknown fields refused."""
@@ -23,7 +32,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
 class Generation(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One incarnation of a replica or a controller; the later one has the higher number."""
 
-    number: int
+    number: Count
     uuid: str
 
 
@@ -72,10 +81,10 @@ class Request(Value, frozen=True):
 
     request_id: RequestId
     tenant: str
-    priority: int
+    priority: Priority
     """Higher is more urgent; negative is the first to be preempted."""
     priority_class: str
-    arrived_unix_s: float
+    arrived_unix_s: Finite
     """When the router accepted it: the order within a priority, on every node."""
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -119,8 +128,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """
 
     request_id: RequestId
-    attempt: int
-    index: int
+    attempt: Count
+    index: Count
     token_ids: tuple[int, ...]
     pieces: tuple[str, ...]
     finish: FinishReason | None = None
@@ -130,7 +139,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One per token where the request asked for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Where asked for, with the attempt's first delta that says anything: one per prompt token but the first."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """With the first delta of a request that has had no token before: tokens of its prompt that were found in the prefix
     cache, or shared by a sibling, when the attempt was first let in, instead of being computed."""
 
@@ -149,7 +158,7 @@ class RefusalReason(StrEnum):
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
     request_id: RequestId
-    attempt: int
+    attempt: Count
     reason: RefusalReason
 
 
@@ -168,23 +177,27 @@ class Preempted(msgspec.Struct, frozen=True, array_like=True):
     """An engine took `request_id` out of its running batch, or took the blocks that it had kept; it keeps its place."""
 
     request_id: RequestId
-    attempt: int
+    attempt: Count
     for_request_id: RequestId | None
     """The more urgent request that needed its place; None when the KV pool ran out."""
-    blocks_freed: int
-    tokens_to_recompute: int
+    blocks_freed: Count
+    tokens_to_recompute: Count
     means: PreemptionMeans = PreemptionMeans.RECOMPUTE
 
 
 class PriorityLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Work of one priority on one replica."""
 
-    priority: int
-    requests: int
-    blocks: int
+    priority: Priority
+    requests: Count
+    blocks: Count
     """KV blocks that it holds; of waiting work, those that paused requests keep, which more urgent work can take."""
-    prompt_tokens: int = 0
+    prompt_tokens: Count = 0
     """Tokens of prompts, and of work that is computed again, that are still to be run before each draws its next token."""
+
+
+TOLD_BYTES = 8
+"""Of a block's hash, in a PrefixChange."""
 
 
 class PrefixChange(msgspec.Struct, frozen=True, array_like=True):
@@ -201,37 +214,41 @@ class PrefixChange(msgspec.Struct, frozen=True, array_like=True):
     afresh: bool = False
     """Nothing that was told before counts any more."""
 
+    def __post_init__(self) -> None:
+        if len(self.held) % TOLD_BYTES or len(self.gone) % TOLD_BYTES:
+            raise ValueError(f"held and gone are {TOLD_BYTES} bytes a block, not {len(self.held)} and {len(self.gone)}")
+
 
 class EngineLoad(Value, frozen=True, gc=False):
     """What one engine holds right now. Counters only ever rise within a generation."""
 
-    slots_total: int
+    slots_total: Count
     """Requests that can run at once."""
-    blocks_total: int
-    blocks_free: int
+    blocks_total: Count
+    blocks_free: Count
     """Held by nobody; those with reusable prefixes in them included."""
     block_size_tokens: Annotated[int, msgspec.Meta(ge=1)]
     running: tuple[PriorityLoad, ...] = ()
     waiting: tuple[PriorityLoad, ...] = ()
     """Accepted and not running: new, or preempted."""
-    adds_total: int = 0
+    adds_total: Count = 0
     """Requests that the engine took or refused so far: which of those sent to it `load` already counts."""
-    steps_total: int = 0
-    tokens_total: int = 0
-    preemptions_total: int = 0
-    urgent_blocked_total: int = 0
+    steps_total: Count = 0
+    tokens_total: Count = 0
+    preemptions_total: Count = 0
+    urgent_blocked_total: Count = 0
     """Times an urgent request had to wait because no victim could be preempted again."""
-    blocks_cached: int = 0
+    blocks_cached: Count = 0
     """Free blocks that still hold a prefix."""
-    host_blocks_free: int = 0
+    host_blocks_free: Count = 0
     """Room for swapped-out blocks in host memory."""
-    prefix_hit_tokens_total: int = 0
+    prefix_hit_tokens_total: Count = 0
     """Tokens whose keys and values came from the prefix cache or a sibling instead of being computed."""
-    prefill_tokens_total: int = 0
+    prefill_tokens_total: Count = 0
     """Tokens of prompts, and of work that is computed again, that were run."""
-    padding_tokens_total: int = 0
+    padding_tokens_total: Count = 0
     """Tokens that a padding batching mode ran for nothing."""
-    step_tokens: int = 0
+    step_tokens: Count = 0
     """Tokens that one step runs at most; 0: not told."""
 
 
@@ -273,8 +290,8 @@ class PodRef(msgspec.Struct, frozen=True, array_like=True):
 class SharedWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that a router sent out of its class's minimum share, past more urgent work that waited (router/share.py)."""
 
-    priority: int
-    age_s: float
+    priority: Priority
+    age_s: Finite
     """Since it came here."""
 
 
@@ -284,11 +301,11 @@ class ReplicaReport(Value, frozen=True, gc=False):
     replica_id: ReplicaId
     generation: Generation
     state: ReplicaState
-    observed_unix_s: float
+    observed_unix_s: Finite
     load: EngineLoad
-    step_age_s: float | None
+    step_age_s: Finite | None
     """Age of the step that runs now; None between steps and when idle."""
-    applied_sequence: int = 0
+    applied_sequence: Count = 0
     """Highest `Add.sequence` of the receiving router that `load` already counts."""
     shared: tuple[SharedWork, ...] = ()
     """Of the other routers, what is here and not preempted."""
@@ -296,7 +313,7 @@ class ReplicaReport(Value, frozen=True, gc=False):
     """Of the other routers' suspects here, the strictest `router.suspects.Trial`."""
     others: bool = False
     """Other routers are linked, or have been a moment ago: what they have just sent, `load` may not count yet."""
-    alone: int = 0
+    alone: Count = 0
     """`Add.sequence` of the receiving router's suspect that has the replica to itself; 0: none has. Told before its first
     step: who only asked for it may never have run."""
 

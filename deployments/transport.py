@@ -460,8 +460,8 @@ async def connect(
         raise TransportError(f"no welcome from {host}:{port} within {config.handshake_timeout_s} s") from error
     except ConnectionRefusedError as error:
         raise NobodyListensError(f"nobody listens on {host}:{port}") from error
-    except OSError as error:
-        raise TransportError(f"cannot connect to {host}:{port}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: no such thing can be the name of a host
+        raise TransportError(f"cannot connect to {host!r}:{port}: {error}") from error
     finally:
         if not made:
             link.abort("handshake failed")

@@ -218,7 +218,7 @@ class Meter:
 
     def load(self, now_s: float) -> ModelLoad:
         replicas = [r.load for r in self._replicas.values() if now_s - r.heard_s <= STALE_AFTER_S]
-        self._advance(now_s, sum(r.requests / r.slots for r in replicas))
+        self._advance(now_s, sum(r.requests / (r.slots or 1) for r in replicas))
         return ModelLoad(
             replicas=tuple(sorted(replicas, key=lambda r: r.replica_id)),
             routers=len(self._routers),

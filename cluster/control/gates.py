@@ -79,7 +79,7 @@ def decide(demands: Demands, free_slots: int) -> Decision:
     front = max(d.bands[0].priority for d in waiting.values())
     at_front = {r: d for r, d in waiting.items() if d.bands[0].priority == front}
     sole = next(iter(at_front)) if len(at_front) == 1 else None
-    held = sum(d.open_service for d in demands.values())
+    held = max(0.0, sum(d.open_service for d in demands.values()))
     turns, first = _turns(at_front, 1, held)
     blocked = demands[first].blocked and BLOCKED_S < demands[first].first_for_s <= GATHER_S
     if sole is None and not blocked:

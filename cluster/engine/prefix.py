@@ -13,11 +13,9 @@ from functools import lru_cache
 from hashlib import blake2b
 from sys import byteorder
 
-from cluster.types import PrefixChange
+from cluster.types import TOLD_BYTES, PrefixChange
 
 HASH_BYTES = 16
-TOLD_BYTES = 8
-"""Of each hash in a `PrefixChange`."""
 KEPT_WHILE_WAITING = 128
 """Hashes that a waiting sequence keeps, 2 KiB; a longer prefix is hashed again from there when it is asked for."""
 
