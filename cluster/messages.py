@@ -365,7 +365,8 @@ class RouterStatus(Message, frozen=True):
 
 
 class Follows(Message, frozen=True):
-    """Whom its sender follows, to each controller, whenever it changes and first on every new link."""
+    """Whom its sender follows, to each controller, first on every new link, whenever it changes, and again and again while
+    nobody is heard."""
 
     generation: Generation | None
     """Of the latest controller that it has met; None before the first."""

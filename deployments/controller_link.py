@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from cluster.config import TransportConfig
-from cluster.control.leader import Follower
+from cluster.control.leader import SILENT_S, Follower
 from cluster.messages import Follows, FromController, Leads, Message, Welcome
 from cluster.ports import Clock
 from cluster.types import Generation
@@ -30,6 +31,8 @@ _decode = msgspec.msgpack.Decoder(FromController).decode
 
 _FIRST_PAUSE_S = 0.05
 _LISTEN_EVERY_S = 0.1
+_SAY_AGAIN_S = SILENT_S / 2
+"""That nobody is heard is said so often."""
 _LATE_S = 0.5
 """Whoever listens so much later than it meant to has stood still: what has come meanwhile is yet to be read."""
 
@@ -64,6 +67,7 @@ class ControllerLinks:
         self._follower = Follower()
         self._links = [_ControllerLink(self, place, find) for place, find in enumerate(finds)]
         self._said = Follows(None, heard=False)
+        self._said_s = -math.inf
         self.refused = 0
         """Messages of controllers that have a successor, which were not heeded."""
         self._refused_beside: Generation | None = None
@@ -112,9 +116,12 @@ class ControllerLinks:
             self._say()
 
     def _say(self) -> None:
-        word = self._follower.word(self._clock.monotonic())
-        if word != self._said:
-            self._said = word
+        now_s = self._clock.monotonic()
+        word = self._follower.word(now_s)
+        # Who has no generation yet has nothing else to say, and a word counts only while its sender is heard.
+        again = not word.heard and now_s - self._said_s >= _SAY_AGAIN_S
+        if word != self._said or again:
+            self._said, self._said_s = word, now_s
             for link in self._links:
                 link.say(word)
 

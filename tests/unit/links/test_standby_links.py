@@ -136,6 +136,32 @@ async def test_a_replica_that_comes_while_nobody_leads_has_its_generation_from_w
     await two.until_leads(False, True)
 
 
+@pytest.mark.parametrize("stood_by", [False, True])
+async def test_where_only_replicas_are_linked_that_have_no_generation_yet_and_say_nothing_the_second_leads_in_time(
+    two: Two, stood_by: bool
+) -> None:
+    """Within five seconds, and within two where it had stood by. Such a replica has nothing to report."""
+    if stood_by:
+        before = two.peer("replica", "r0")
+        await heard(before, Granted)
+        await until(partial(linked, before), (2).__eq__)
+        await until(partial(stands_by, two.servers[1]), bool)
+        for task in two.first.tasks:
+            task.cancel()
+        before.abort()
+    await two.first.acceptors[-1].close()
+    two.first.address = None
+    replicas = [two.peer("replica", name, talks=False) for name in ("r1", "r2")]
+    async with asyncio.timeout(2.0 if stood_by else 5.0):
+        granted = [(await heard(replica, Granted)).generation.number for replica in replicas]
+    assert sorted(granted) in ([1, 2], [2, 3])
+    assert two.servers[1].leads
+
+
+async def stands_by(server: ControllerServer) -> bool:
+    return server._term.stood_by
+
+
 async def test_serve_is_told_something_only_while_most_of_what_runs_there_has_just_said_that_it_hears_who_leads(
     two: Two,
 ) -> None:
