@@ -1,6 +1,6 @@
 """Continuous batching: who runs is decided anew for every step; prompts are run in chunks; nothing is padded.
 
-Owns: `plan`. Imports cluster.config and cluster.engine.scheduling. The rules, in the order in which they apply:
+Owns: `plan`, and which decodes yield. Imports cluster.config and cluster.engine.scheduling. The rules, in the order in which they apply:
 
 1. Growth. Running sequences, most urgent first, are given the block that their next token needs. Where none is free,
    those that wait behind and kept blocks lose them, last in order first, and after them the last in order of the
@@ -28,6 +28,8 @@ budget is through in a single step. (If all had just yielded to another urgent p
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
 
 from cluster.config import EngineConfig
 from cluster.engine.scheduling.admission import Terms, admit
@@ -84,20 +86,25 @@ def _last_holder(draft: Draft, state: SequenceState) -> SequenceState:
 
 def _share_budget(draft: Draft) -> tuple[list[Chunk], list[SequenceState]]:
     """Rule 3. Returns the chunks that run, decodes first, and the decodes that yield."""
+    budget = draft.config.step_token_budget
     decodes: list[SequenceState] = []
     prefills: list[SequenceState] = []
     for state in draft.rows():
         remaining = state.tokens - state.computed if state.running else draft.remaining(state)
         (decodes if remaining == 1 else prefills).append(state)
-    yielding = _yielding(draft, decodes, prefills) if prefills else set()
+    yielders: Collection[SequenceState] = ()
+    left = budget - len(decodes)
+    if prefills:
+        able = [d for d in decodes if not d.yields]
+        yielders = yielding(draft.order, budget, left, able, [(p, draft.remaining(p)) for p in prefills])
+        left += len(yielders)
     grown = draft.grown
-    if yielding:
-        chunks = [Chunk(s, 1, 1 if s in grown else 0, True) for s in decodes if s not in yielding]
+    if yielders:
+        chunks = [Chunk(s, 1, 1 if s in grown else 0, True) for s in decodes if s not in yielders]
     elif grown:
         chunks = [Chunk(s, 1, 1 if s in grown else 0, True) for s in decodes]
     else:
         chunks = [Chunk(s, 1, 0, True) for s in decodes]
-    left = draft.config.step_token_budget - len(chunks)
     for state in prefills:
         remaining = draft.remaining(state)
         tokens = min(remaining, left)
@@ -105,23 +112,34 @@ def _share_budget(draft: Draft) -> tuple[list[Chunk], list[SequenceState]]:
             break
         chunks.append(Chunk(state, tokens, 0, tokens == remaining))
         left -= tokens
-    return chunks, [s for s in decodes if s in yielding]
+    return chunks, [s for s in decodes if s in yielders] if yielders else []
 
 
-def _yielding(draft: Draft, decodes: list[SequenceState], prefills: list[SequenceState]) -> set[SequenceState]:
-    """The decodes that sit this step out, so that prefill gets the share that it is owed."""
-    order, share = draft.order, equal_share(draft.config.step_token_budget)
-    able = [d for d in decodes if not d.yields]
-    yielding: set[SequenceState] = set()
-    left = draft.config.step_token_budget - len(decodes)
+def yielding(
+    order: Order,
+    budget: int,
+    left: int,
+    able: Sequence[SequenceState],
+    prefills: Iterable[tuple[SequenceState, int]],
+) -> set[SequenceState]:
+    """The decodes that sit a step out, so that prefill gets the share that it is owed.
+
+    Args:
+        left: Tokens of the budget that are left if no decode yields.
+        able: Decodes that may yield, in order: they did not in the step before.
+        prefills: Each with the tokens that are left of it, in order.
+    """
+    share = equal_share(budget)
+    still_able = list(able)
+    yielders: set[SequenceState] = set()
     wanted = 0
-    for prefill in prefills:
-        wanted += draft.remaining(prefill)
-        while left < wanted and able:
-            last = able[-1]  # if it does not yield to this prefill, nobody ahead of it does
+    for prefill, remaining in prefills:
+        wanted += remaining
+        while left < wanted and still_able:
+            last = still_able[-1]  # if it does not yield to this prefill, nobody ahead of it does
             less_urgent = order.may_preempt(prefill, last)
             if not less_urgent and (left >= share or order.may_preempt(last, prefill)):
                 break
-            yielding.add(able.pop())
+            yielders.add(still_able.pop())
             left += 1
-    return yielding
+    return yielders
