@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from cluster.engine.text import TextCodec
 from cluster.ports import Row, RowOutput
-from ops.sim.step_time import Prefill, StepTimes, decode_ms, host_ms, mixed_ms
+from ops.sim.step_time import Prefill, StepTimes, host_ms, mixed_ms
 
 END_TOKEN = 0
 FILLER_TOKEN = 1
@@ -82,9 +82,16 @@ class ModelledBackend:
         took_ms, self._untold_ms = self._untold_ms, 0.0
         return took_ms
 
-    def decode_ms(self, sequences: int, context_tokens: int) -> float:
-        """How long a step takes in which so many sequences decode, without padding, behind so many tokens in all."""
-        return decode_ms(self._times, sequences, context_tokens) + self._host_ms(sequences)
+    def beside_ms(self, sequences: int, context_tokens: int, chunk_tokens: int, behind_tokens: int) -> float:
+        """How long a step takes, without padding, in which so many sequences decode behind so many tokens in all, and beside
+        them runs a chunk of a prompt, none if it has 0 tokens, behind so many of its own. It is as long as that of its rows."""
+        requests = sequences + (chunk_tokens > 0)
+        if chunk_tokens > 1:
+            prefills = (Prefill(chunk_tokens, behind_tokens),)
+            return mixed_ms(self._times, prefills, sequences, context_tokens) + self._host_ms(requests)
+        if chunk_tokens:
+            context_tokens += behind_tokens
+        return mixed_ms(self._times, (), requests, context_tokens) + self._host_ms(requests)
 
     def step_ms(self, rows: Sequence[Row], padding_tokens: int) -> float:
         """How long a step of these rows takes."""

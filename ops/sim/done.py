@@ -32,7 +32,7 @@ def note_done(
                 cached_tokens = min(answered.cached_tokens, record.shared_tokens)
                 record.done = Done(cached_tokens, record.prompt_tokens, answered.journal.next_index)
     for one in incarnations:
-        one.runner.latest_load()  # takes the steps that have ended
+        one.runner.catch_up()
         for live in one.engine._book.live.values():
             state, record = live.state, records[live.request.request_id]
             output_tokens = state.tokens - record.prompt_tokens

@@ -7,7 +7,10 @@ in cluster/engine/runner.py; whether steps are taken one by one or several at on
 What says nothing but that one more token of a stream has come is held, and told with the end of that stream, or with the
 first report `held_max_s` after the last of it: so a router hears of the middle of a stream later than in production, and of
 all else at once: first tokens, ends, preemptions, refusals, and the load after each step that is not steady
-(ops/sim/steady.py). With 0 everything is told as production does.
+(ops/sim/steady.py). The load after one that is steady, in which a prompt may have become shorter, is told with the next
+report or the next step that is not: what a router knows of it is up to a report period and a half older than if each step
+told it, for a report that comes within half a period of a frame is left out. With `held_max_s` 0 everything is told as
+production does.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ class SimEngine:
         return EngineProgress(load=self._load, alive=self._alive, step_age_s=age_s, failure="")
 
     def stop(self) -> None:
-        self._catch_up()
+        self.catch_up()
         self._ends_s.clear()
         self._alive = False
         self._turn += 1
@@ -115,10 +118,21 @@ class SimEngine:
 
     # --- what the world asks ---
 
+    def catch_up(self) -> None:
+        """Take the steady steps that have ended by now: the engine is as after the last of them."""
+        if not self._ends_s or self._ends_s[0] > self._loop.now_s:
+            return
+        now_s, ends_s = self._loop.now_s, self._ends_s
+        ended = bisect_right(ends_s, now_s)
+        self.engine.run_steady(ended)
+        self._began_s = ends_s[ended - 1]
+        del ends_s[:ended]
+        self._hold(self.engine.result())
+
     def latest_load(self) -> EngineLoad:
-        """After the last step that has ended, whether it has been told or not."""
-        self._catch_up()
-        return self._held_load
+        """After the last step that has ended, whether it has been told or not. No step is taken for it."""
+        ended = bisect_right(self._ends_s, self._loop.now_s)
+        return self.engine.load_after(ended) if ended else self._held_load
 
     def read(self, what: Callable[[SteadyEngine], T]) -> Future[T]:
         """Of the engine between two steps. `what` must change nothing."""
@@ -136,15 +150,16 @@ class SimEngine:
         return self._alive and self._began_s is None and not self._waking and self.engine.has_work
 
     def tell(self) -> None:
-        """With each report: what is held of the steps that have ended by now, if it has been held for long."""
+        """With each report: the load after the last step that has ended; and what is held of those that have, if it has been
+        held for long."""
+        self._load = self.latest_load()
         if self._loop.now_s - self._held_since_s < self._held_max_s:
             return
-        self._catch_up()
+        self.catch_up()
         self._held_since_s = self._loop.now_s
         # A step that is not steady has been taken when it begins, and one that is when it has ended.
         deltas = self.engine.untold(step_runs=self._began_s is not None and not self._ends_s)
         if deltas or self._held_prefixes:
-            self._load = self._held_load
             self._on_result(StepResult(load=self._load, deltas=deltas, prefixes=self._take_prefixes()))
 
     # --- turns ---
@@ -176,14 +191,13 @@ class SimEngine:
                 self._tell(result)
             return
         self._began_s = now_s
-        steady = 0
+        steady_ms: list[float] = []
         if anything_asked is None and self._held_max_s > 0:
-            steady = engine.steady_steps(self._at_once)
-        if steady > 1:
-            sequences, contexts = engine.steady_contexts()
+            steady_ms = engine.steady_ms(self._at_once)
+        if steady_ms and self._at_once > 1:
             end_s = now_s
-            for k in range(steady):
-                end_s += self._backend.decode_ms(sequences, contexts + k * sequences) / 1000
+            for step_ms in steady_ms:
+                end_s += step_ms / 1000
                 self._ends_s.append(end_s)
             self._await_steady()
             return
@@ -192,7 +206,7 @@ class SimEngine:
             result = msgspec.structs.replace(result, refusals=anything_asked)
         self._turn += 1
         end_s = now_s + self._backend.take_ms() / 1000
-        self._loop.at(end_s, self._end_step, self._turn, result, steady > 0, place=self._place)
+        self._loop.at(end_s, self._end_step, self._turn, result, bool(steady_ms), place=self._place)
 
     def _carry_out(self) -> tuple[Refusal, ...] | None:
         """Do what has been asked; returns the refusals, or None where nothing was asked."""
@@ -230,7 +244,7 @@ class SimEngine:
 
     def _answer_readers(self) -> None:
         if self._readers:
-            self._catch_up()
+            self.catch_up()
             readers, self._readers = self._readers, []
             for what, answer in readers:
                 answer.set_result(what(self.engine))
@@ -258,19 +272,8 @@ class SimEngine:
 
     def _end_steady(self, turn: int) -> None:
         if turn == self._turn:
-            self._catch_up()
+            self.catch_up()
             self._begin()
-
-    def _catch_up(self) -> None:
-        """Take the steady steps that have ended by now."""
-        if not self._ends_s or self._ends_s[0] > self._loop.now_s:
-            return
-        now_s, ends_s = self._loop.now_s, self._ends_s
-        ended = bisect_right(ends_s, now_s)
-        self.engine.run_steady(ended)
-        self._began_s = ends_s[ended - 1]
-        del ends_s[:ended]
-        self._hold(self.engine.result())
 
     # --- telling ---
 

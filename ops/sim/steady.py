@@ -1,14 +1,15 @@
 """An engine that takes the steps of the modelled backend's requests at less cost, and several at once where it can.
 
-Owns: what of a step is known beforehand, when several can be taken at once, and which tokens have been told. It is
+Owns: what of a step is known beforehand, which steps are steady, and which tokens have been told. It is
 production's engine: every step in which anything is decided is `Engine.step`. Imports cluster.engine. Invariant: after each
 step, and after `run_steady(n)`, all is as after so many steps of `Engine` itself, but for the text and the chances of
 tokens, which are not asked for here (tests/sim/test_steady.py compares).
 
 Known beforehand is the token of a sequence that decodes and does not end with it: it gets that in its turn, and there is no
-row, no output and no delta of it. Steady is a step in which this holds of all that run, there is a free block for each that
-needs one, and nobody who waits can come in. Whether the next step is steady does not depend on how many were taken at once
-before it.
+row, no output and no delta of it. Steady is a step in which this holds of all that decode, the first prompt in order does
+not come to its end with what the decodes leave it of the budget, there is a free block for each that needs one, and nobody
+who waits can come in: all slots are taken, or the prompts ahead of it leave it no token. Whether the next step is steady
+does not depend on how many were taken at once before it. What such steps will be is in ops/sim/course.py.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from cluster.engine.scheduling.plan import Chunk, Cost
 from cluster.engine.scheduling.sequence import Identity, SequenceState
 from cluster.engine.text import TextCodec
 from cluster.ports import RowOutput, StepResult
-from cluster.types import Preempted, ReplicaId, RequestId, TokenDelta
+from cluster.types import EngineLoad, Preempted, ReplicaId, RequestId, TokenDelta
 from ops.sim.backend import END_TOKEN, ModelledBackend
+from ops.sim.course import EVERY_STEP, Course, Turn, course_of
 from ops.sim.values import Instance
 
 
@@ -54,6 +56,8 @@ class SteadyEngine(Engine):
         """Of each attempt of which a token was told, the index after the last that was."""
         self._gained: list[Live] = []
         """Who has got a token in the last step and had one before."""
+        self._course = Course(0, ())
+        """The steady steps that lie ahead, as they were told last, but for those that have been taken."""
 
     # --- telling ---
 
@@ -173,59 +177,105 @@ class SteadyEngine(Engine):
 
     # --- several steps ---
 
-    def steady_steps(self, most: int) -> int:
-        """How many of the next steps are steady, as far as is known; 0 where the next one may not be."""
-        book, states = self._book, self._book.running.items
-        if not states or book.ended or book.frozen or len(self.moves) or not _is_plain(self.config):
-            return 0
-        if (waiting := book.waiting.items) and not self._shut(waiting[0], states):
-            return 0
-        steps, lives, size = most, book.live, self.config.block_size_tokens
+    def steady_ms(self, most: int) -> list[float]:
+        """How long each of the next steps takes that are steady, as far as is known; none where the next one may not be."""
+        course = self._course_ahead(most)
+        if course is None or not course.steps:
+            return []
+        self._course = course
+        return course.steps_ms(self._modelled)
+
+    def _course_ahead(self, most: int) -> Course | None:
+        book, states, config = self._book, self._book.running.items, self._limits.config
+        if not states or book.ended or book.frozen or len(self.moves) or not _is_plain(config):
+            return None
+        first = book.waiting.items[0] if book.waiting.items else None
+        if first is not None and self._shut(first, states):
+            first = None
+        steps, lives, size = most, book.live, config.block_size_tokens
+        decodes: list[SequenceState] = []
+        prompts: list[SequenceState] = []
         for state in states:
+            tokens, computed = state.tokens, state.computed
             live = lives[state.identity]
+            if tokens - computed > 1:
+                if live.scores is not None or tokens > state.blocks * size:
+                    return None
+                prompts.append(state)
+                continue
             output = live.output
             # What has been swapped in has its full blocks still to be registered, all at once.
-            if state.tokens - state.computed != 1 or len(output) <= len(live.request.emitted_ids):
-                return 0
-            if live.registered < state.computed // size and self.config.prefix_cache:
-                return 0
-            left = min(output[-1], state.limit_tokens - state.tokens) - 1
+            if len(output) <= len(live.request.emitted_ids) or (
+                live.registered < computed // size and config.prefix_cache
+            ):
+                return None
+            left = min(output[-1], state.limit_tokens - tokens) - 1
             if left < steps:
                 if left < 1:
-                    return 0
+                    return None
                 steps = left
+            decodes.append(state)
         free = self.pool.blocks_free
-        while steps and sum(max(0, -(-(s.tokens + steps - 1) // size) - s.blocks) for s in states) > free:
+        while steps and sum([max(0, -(-(s.tokens + steps - 1) // size) - s.blocks) for s in decodes]) > free:
             steps //= 2
-        return steps
+        return course_of(steps, decodes, prompts, first, config, self._order)
 
-    def steady_contexts(self) -> tuple[int, int]:
-        """Of the next steady step: how many sequences decode, and all tokens before the new ones."""
-        states = self._book.running.items
-        return len(states), sum(state.computed for state in states)
+    def load_after(self, steps: int) -> EngineLoad:
+        """The load when so many of them have been taken."""
+        return self._course.load_after(steps, self.load())
 
     def run_steady(self, steps: int) -> None:
-        """Take that many steady steps."""
+        """Take so many of those that `steady_ms` has told last and that have not been taken."""
+        course = self._course
+        self._course = course.after(steps)
         self._gained = []
-        states = list(self._book.running.items)
-        size = self.config.block_size_tokens
-        lives = [self._book.of(state) for state in states]
+        size, gained = self.config.block_size_tokens, 0
+        lives = [self._book.of(state) for state in course.decodes]
         kept: list[tuple[int, int, int]] = []
         """(step, 0 to grow or 1 to register, row): what is done in the order of the steps."""
-        for row, (state, live) in enumerate(zip(states, lives, strict=True)):
-            tokens, blocks = state.tokens, state.blocks
-            kept.extend((max(0, end - tokens + 1), 0, row) for end in _ends(blocks * size, tokens + steps - 1, size))
-            kept.extend((end - tokens, 1, row) for end in _ends(-(-tokens // size) * size, tokens + steps, size))
-            self._advance(live, steps)
-        for _, phase, row in sorted(kept):
-            if phase == 0:
-                self._memory.grow(states[row], 1)
-                self._book.grown(states[row], 1)
+        turn, taken = EVERY_STEP, steps
+        for row, live in enumerate(lives):
+            state = live.state
+            if course.yields:
+                turn = course.turn_of(state)
+                taken = turn.taken_until(steps)
+            tokens = state.tokens
+            if 1 < tokens % size < size - taken and tokens + taken + 1 <= state.predicted_tokens:
+                # It neither needs a block nor fills one, nor is more expected of it.
+                last = live.output[-1]
+                live.output.extend(range(last - 1, last - 1 - taken, -1))
+                state.tokens = tokens + taken
+                state.computed += taken
             else:
-                self._register(lives[row])
+                kept.extend(_kept(state, row, turn, taken, size))
+                self._advance(live, taken)
+            state.yields = turn.yields_after(steps) if turn is not EVERY_STEP else 0
+            gained += taken
+        if course.prompt is not None:
+            course.prompt.yields = 0
+            kept.extend((step, 1, len(lives)) for step in range(steps))
+            lives.append(self._book.of(course.prompt))
+        for step, phase, row in sorted(kept):
+            live = lives[row]
+            if phase == 0:
+                self._memory.grow(live.state, 1)
+                self._book.grown(live.state, 1)
+            elif live.state is course.prompt:
+                self._run_chunk(live, course.chunks[step % 2])
+            else:
+                self._register(live)
         self._count.steps += steps
-        self._count.tokens += steps * len(states)
-        self._batch_rows = max(self._batch_rows, len(states))
+        self._count.tokens += gained
+        self._batch_rows = max(self._batch_rows, len(self._book.running))
+
+    def _run_chunk(self, live: Live, tokens: int) -> None:
+        """Of a prompt that does not come to its end with it."""
+        state = live.state
+        if tokens > 1 or state.computed < state.prompt_tokens:
+            self._count.prefill_tokens += tokens
+        self._book.ran(state, tokens)
+        state.computed += tokens
+        self._memory.register(live)
 
     def stands_behind_lesser(self) -> Identity | None:
         """The first that waits, where less urgent work runs and it has not been counted as one that may push nobody out."""
@@ -266,17 +316,14 @@ class SteadyEngine(Engine):
         return full and not self._order.may_preempt(first, running[-1])
 
     def _advance(self, live: Live, steps: int) -> None:
-        state, size = live.state, self.config.block_size_tokens
-        last, left = live.output[-1], steps
-        state.yields = 0
+        state, size, left = live.state, self.config.block_size_tokens, steps
         while left:
             # Its length is estimated anew where it fills a block or outgrows what was expected of it.
             to_block = size - state.tokens % size
             to_expected = max(1, int(state.predicted_tokens) - state.tokens)
             taken = min(left, to_block, to_expected)
-            ids = range(last - 1, last - 1 - taken, -1)
-            live.output.extend(ids)
-            last -= taken
+            last = live.output[-1]
+            live.output.extend(range(last - 1, last - 1 - taken, -1))
             left -= taken
             state.tokens += taken
             state.computed += taken
@@ -298,6 +345,9 @@ def _is_plain(config: EngineConfig) -> bool:
     return (fcfs or config.order is Order.FCFS) and config.mode is BatchingMode.CONTINUOUS
 
 
-def _ends(first: int, last: int, size: int) -> range:
-    """Multiples of `size` from `first` to below `last`."""
-    return range(first, last, size)
+def _kept(state: SequenceState, row: int, turn: Turn, steps: int, size: int) -> list[tuple[int, int, int]]:
+    """When one that decodes takes blocks, and when they are full, in so many steps of its own."""
+    tokens, held = state.tokens, state.blocks * size
+    grows = [(turn.step_of(max(0, end - tokens + 1)), 0, row) for end in range(held, tokens + steps - 1, size)]
+    full = range(-(-tokens // size) * size, tokens + steps, size)
+    return grows + [(turn.step_of(end - tokens), 1, row) for end in full]

@@ -404,6 +404,8 @@ class World:
         counted_s = self._count() if self._counted_s is None else self._counted_s
         lives = [*self._replicas.values(), *self._gone]
         loads = [one.runner.progress().load for one in lives]
+        for one in self._alive():
+            one.runner.catch_up()
         prefill_tokens = sum(one.engine.load().prefill_tokens_total for one in lives)
         begun = [r for r in self._clients.records.values() if r.first_token_s is not None]
         once = sum(r.prompt_tokens - r.cached_tokens for r in begun)
