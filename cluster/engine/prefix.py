@@ -19,6 +19,9 @@ HASH_BYTES = 16
 KEPT_WHILE_WAITING = 128
 """Hashes that a waiting sequence keeps, 2 KiB; a longer prefix is hashed again from there when it is asked for."""
 
+_NOTHING = blake2b(digest_size=HASH_BYTES)
+"""Copied for each block, which takes three quarters of the time of making one."""
+
 Tokens = Callable[[int, int], Sequence[int]]
 """(start, end) -> the sequence's token ids of these positions."""
 
@@ -39,7 +42,9 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 
 def _chained(parent: bytes, packed_ids: bytes) -> bytes:
-    return blake2b(parent + packed_ids, digest_size=HASH_BYTES).digest()
+    digest = _NOTHING.copy()
+    digest.update(parent + packed_ids)
+    return digest.digest()
 
 
 def change_of(changed: Collection[bytes], is_held: Callable[[bytes], bool]) -> PrefixChange | None:

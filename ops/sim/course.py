@@ -99,14 +99,14 @@ class Course(NamedTuple):
     def load_after(self, steps: int, load: EngineLoad) -> EngineLoad:
         """What the load is when so many have been taken; `load` is what it is now."""
         grown: dict[int, int] = {}
-        size, turn, taken, gained = load.block_size_tokens, EVERY_STEP, steps, 0
+        size, turn, taken, gained, yields = load.block_size_tokens, EVERY_STEP, steps, 0, self.yields
         for state in self.decodes:
-            if self.yields:
+            if yields:
                 turn = self.turn_of(state)
                 taken = turn.taken_until(steps)
             gained += taken
             blocks = -(-(state.tokens + taken - 1) // size) - state.blocks
-            if blocks > 0 and taken:
+            if blocks > 0:
                 grown[state.priority] = grown.get(state.priority, 0) + blocks
         run, counted = self._prompt_tokens(steps)
         blocks, unregistered = sum(grown.values()), load.blocks_free - load.blocks_cached

@@ -58,6 +58,8 @@ class SteadyEngine(Engine):
         """Who has got a token in the last step and had one before."""
         self._course = Course(0, ())
         """The steady steps that lie ahead, as they were told last, but for those that have been taken."""
+        self._decoding: list[Live] = []
+        """Who decodes in them, in order."""
 
     # --- telling ---
 
@@ -192,8 +194,11 @@ class SteadyEngine(Engine):
         first = book.waiting.items[0] if book.waiting.items else None
         if first is not None and self._shut(first, states):
             first = None
+        if first is not None and len(states) + book.running.prompt_tokens < config.step_token_budget:
+            return None  # no more than that is ahead of it
         steps, lives, size = most, book.live, config.block_size_tokens
         decodes: list[SequenceState] = []
+        decoding: list[Live] = []
         prompts: list[SequenceState] = []
         for state in states:
             tokens, computed = state.tokens, state.computed
@@ -215,9 +220,14 @@ class SteadyEngine(Engine):
                     return None
                 steps = left
             decodes.append(state)
+            decoding.append(live)
+        self._decoding = decoding
         free = self.pool.blocks_free
-        while steps and sum([max(0, -(-(s.tokens + steps - 1) // size) - s.blocks) for s in decodes]) > free:
-            steps //= 2
+        if (
+            len(decodes) * (2 + steps // size) > free
+        ):  # else there are enough for each, wherever it is in its last block
+            while steps and sum([max(0, -(-(s.tokens + steps - 1) // size) - s.blocks) for s in decodes]) > free:
+                steps //= 2
         return course_of(steps, decodes, prompts, first, config, self._order)
 
     def load_after(self, steps: int) -> EngineLoad:
@@ -230,13 +240,13 @@ class SteadyEngine(Engine):
         self._course = course.after(steps)
         self._gained = []
         size, gained = self.config.block_size_tokens, 0
-        lives = [self._book.of(state) for state in course.decodes]
+        lives, yields = list(self._decoding), course.yields
         kept: list[tuple[int, int, int]] = []
         """(step, 0 to grow or 1 to register, row): what is done in the order of the steps."""
         turn, taken = EVERY_STEP, steps
         for row, live in enumerate(lives):
             state = live.state
-            if course.yields:
+            if yields:
                 turn = course.turn_of(state)
                 taken = turn.taken_until(steps)
             tokens = state.tokens
@@ -328,7 +338,7 @@ class SteadyEngine(Engine):
             state.tokens += taken
             state.computed += taken
             if state.tokens % size == 0 or state.tokens + 1 > state.predicted_tokens:
-                self._estimate_again(live)
+                self._intake.predict(live)  # no order that is plain goes by it
 
     def _register(self, live: Live) -> None:
         """One more of its blocks is full."""

@@ -162,6 +162,11 @@ class Line:
         if not load[0]:
             del self._loads[state.priority]
 
+    @property
+    def prompt_tokens(self) -> int:
+        """What is left of all members' prompts."""
+        return sum([load[2] for load in self._loads.values()])
+
     def loads(self) -> tuple[PriorityLoad, ...]:
         """Most urgent first."""
         return tuple(PriorityLoad(p, *self._loads[p]) for p in sorted(self._loads, reverse=True))
