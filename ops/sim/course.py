@@ -158,7 +158,7 @@ def course_of(
         prompts: All that run with more, in order.
         first_waiting: Who comes in as soon as the prompts ahead of it leave it a token of the budget; None: nobody does.
     """
-    if not prompts:
+    if not steps or not prompts:
         return Course(steps if first_waiting is None else 0, decodes)
     prompt, budget = prompts[0], config.step_token_budget
     wants = [(state, state.tokens - state.computed) for state in prompts]

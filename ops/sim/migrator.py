@@ -16,7 +16,7 @@ from cluster.types import Generation, ReplicaId
 from ops.sim.events import VirtualLoop
 from ops.sim.log import EventLog
 from ops.sim.replica import Incarnation
-from ops.sim.steady import SteadyEngine
+from ops.sim.steady import instance_of
 from ops.sim.values import Instance, MigratingPolicy, Migration
 from router.core import RouterCore
 from router.moving import Stage
@@ -53,7 +53,7 @@ class Migrator:
         for migration in self._policies[0].migrate(self._busy()):
             self._propose(migration, alive[migration.source], alive[migration.target])
         for replica_id, one in alive.items():
-            asked = one.runner.read(partial(SteadyEngine.instance, replica_id=replica_id))
+            asked = one.runner.read(partial(instance_of, replica_id=replica_id))
             asked.add_done_callback(partial(self._answered, replica_id))
         self._loop.at(self._loop.now_s + self._policies[0].period_s, self.tick)
 

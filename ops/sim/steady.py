@@ -181,54 +181,49 @@ class SteadyEngine(Engine):
 
     def steady_ms(self, most: int) -> list[float]:
         """How long each of the next steps takes that are steady, as far as is known; none where the next one may not be."""
-        course = self._course_ahead(most)
-        if course is None or not course.steps:
-            return []
-        self._course = course
-        return course.steps_ms(self._modelled)
-
-    def _course_ahead(self, most: int) -> Course | None:
         book, states, config = self._book, self._book.running.items, self._limits.config
         if not states or book.ended or book.frozen or len(self.moves) or not _is_plain(config):
-            return None
+            return []
         first = book.waiting.items[0] if book.waiting.items else None
         if first is not None and self._shut(first, states):
             first = None
         if first is not None and len(states) + book.running.prompt_tokens < config.step_token_budget:
-            return None  # no more than that is ahead of it
-        steps, lives, size = most, book.live, config.block_size_tokens
-        decodes: list[SequenceState] = []
+            return []  # no more than that is ahead of it
+        steps, decoding, prompts = self._known_ahead(most)
+        course = course_of(steps, [live.state for live in decoding], prompts, first, config, self._order)
+        if not course.steps:
+            return []
+        self._course, self._decoding = course, decoding
+        return course.steps_ms(self._modelled)
+
+    def _known_ahead(self, most: int) -> tuple[int, list[Live], list[SequenceState]]:
+        """How many of the next `most` tokens are known of each that decodes, with blocks for all; who decodes; and whose
+        prompts run. 0 where the next step may not be steady: the others may not be all then."""
+        steps, lives, size = most, self._book.live, self.config.block_size_tokens
         decoding: list[Live] = []
         prompts: list[SequenceState] = []
-        for state in states:
+        for state in self._book.running.items:
             tokens, computed = state.tokens, state.computed
             live = lives[state.identity]
             if tokens - computed > 1:
                 if live.scores is not None or tokens > state.blocks * size:
-                    return None
+                    return 0, decoding, prompts
                 prompts.append(state)
                 continue
             output = live.output
+            left = (
+                min(output[-1], state.limit_tokens - tokens) - 1 if len(output) > len(live.request.emitted_ids) else 0
+            )
             # What has been swapped in has its full blocks still to be registered, all at once.
-            if len(output) <= len(live.request.emitted_ids) or (
-                live.registered < computed // size and config.prefix_cache
-            ):
-                return None
-            left = min(output[-1], state.limit_tokens - tokens) - 1
-            if left < steps:
-                if left < 1:
-                    return None
-                steps = left
-            decodes.append(state)
+            if left < 1 or (live.registered < computed // size and self.config.prefix_cache):
+                return 0, decoding, prompts
+            steps = min(steps, left)
             decoding.append(live)
-        self._decoding = decoding
         free = self.pool.blocks_free
-        if (
-            len(decodes) * (2 + steps // size) > free
-        ):  # else there are enough for each, wherever it is in its last block
-            while steps and sum([max(0, -(-(s.tokens + steps - 1) // size) - s.blocks) for s in decodes]) > free:
+        if len(decoding) * (1 + steps // size) > free:  # else there are enough, wherever each is in its last block
+            while steps and sum([_lacks(live.state, steps, size) for live in decoding]) > free:
                 steps //= 2
-        return course_of(steps, decodes, prompts, first, config, self._order)
+        return steps, decoding, prompts
 
     def load_after(self, steps: int) -> EngineLoad:
         """The load when so many of them have been taken."""
@@ -294,22 +289,6 @@ class SteadyEngine(Engine):
             return None
         return waiting[0].identity if self._order.may_preempt(waiting[0], running[-1]) else None
 
-    def instance(self, replica_id: ReplicaId) -> Instance:
-        """What a policy that migrates polls."""
-        running, waiting = self._book.running.items, self._book.waiting.items
-        begun = [state for state in running if state.tokens > state.prompt_tokens]
-        shortest = min(begun, key=lambda state: (state.priority, state.tokens, state.identity), default=None)
-        first = waiting[0] if waiting else None
-        return Instance(
-            replica_id=replica_id,
-            blocks_total=self.pool.blocks_total,
-            blocks_free=self.pool.blocks_free,
-            first_blocks=0 if first is None else -(-first.tokens // self.config.block_size_tokens) - first.blocks,
-            running=len(running),
-            priority_max=max((state.priority for state in running), default=None),
-            shortest=None if shortest is None else shortest.identity,
-        )
-
     @property
     def unanswered_tokens(self) -> int:
         """That have been computed of prompts whose answers have not begun."""
@@ -349,10 +328,32 @@ class SteadyEngine(Engine):
             live.registered += 1
 
 
+def instance_of(engine: SteadyEngine, replica_id: ReplicaId) -> Instance:
+    """What a policy that migrates polls."""
+    running, waiting = engine._book.running.items, engine._book.waiting.items
+    begun = [state for state in running if state.tokens > state.prompt_tokens]
+    shortest = min(begun, key=lambda state: (state.priority, state.tokens, state.identity), default=None)
+    first = waiting[0] if waiting else None
+    return Instance(
+        replica_id=replica_id,
+        blocks_total=engine.pool.blocks_total,
+        blocks_free=engine.pool.blocks_free,
+        first_blocks=0 if first is None else -(-first.tokens // engine.config.block_size_tokens) - first.blocks,
+        running=len(running),
+        priority_max=max((state.priority for state in running), default=None),
+        shortest=None if shortest is None else shortest.identity,
+    )
+
+
 def _is_plain(config: EngineConfig) -> bool:
     """Whether nothing in its order follows from lengths that are estimated anew."""
     fcfs = config.order is Order.PRIORITY and config.within_class is WithinClass.FCFS
     return (fcfs or config.order is Order.FCFS) and config.mode is BatchingMode.CONTINUOUS
+
+
+def _lacks(state: SequenceState, steps: int, size: int) -> int:
+    """Blocks that one that decodes takes in so many steps."""
+    return max(0, -(-(state.tokens + steps - 1) // size) - state.blocks)
 
 
 def _kept(state: SequenceState, row: int, turn: Turn, steps: int, size: int) -> list[tuple[int, int, int]]:

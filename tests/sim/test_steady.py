@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from cluster.config import EngineConfig, Order
 from cluster.engine.engine import Engine
 from cluster.engine.prefix import numbers_of
+from cluster.engine.scheduling.choose import order_for
 from cluster.engine.scheduling.plan import Cost
+from cluster.engine.scheduling.sequence import SequenceState
 from cluster.ports import NO_KV, StepResult
 from cluster.types import PrefixChange, Request, RequestId, Sampling, TokenDelta
 from ops.sim.backend import END_TOKEN, ModelledBackend, no_text, prompt_for
+from ops.sim.course import course_of
 from ops.sim.faults import Fault, FaultKind
 from ops.sim.steady import SteadyEngine
 from ops.sim.step_time import a100
@@ -72,7 +75,8 @@ def _state(one: Engine) -> object:
     ]
     pool = one.pool
     order = [[s.identity for s in line.items] for line in (one._book.waiting, one._book.running)]
-    blocks = pool._free, pool._by_hash, pool._hashes, list(pool._cached), pool.epoch
+    # In the order in which they were registered, too.
+    blocks = pool._free, list(pool._by_hash), list(pool._hashes.items()), list(pool._cached), pool.epoch
     return lives, order, one.load(), one._count, blocks, one._batch_rows
 
 
@@ -288,6 +292,25 @@ def test_steps_at_once_are_production_s_over_a_long_time_and_prompts_yields_and_
     assert both.taken["prompt"] > 150
     assert both.taken["waiting"] > 30
     assert order is Order.FCFS or both.taken["yields"] > 10
+
+
+def test_a_course_is_one_step_long_where_not_the_same_yield_by_turns() -> None:
+    """Of 15 decodes one must yield to a prompt of their urgency, for its two of 16 tokens. The last three have just done so:
+    it is the fourth from the end, then the last, then the one before that."""
+    decodes = [SequenceState((RequestId(f"{k:02}"), 1), 0, float(k), tokens=10, limit_tokens=99) for k in range(15)]
+    prompt = SequenceState((RequestId("prompt"), 1), 0, 20.0, tokens=90)
+    order = order_for(engine())
+    for state in decodes:
+        state.computed = 9
+        state.key = order.key(state)
+    prompt.key = order.key(prompt)
+    config = engine(slots=16, step_token_budget=16)
+    assert course_of(64, decodes, [prompt], None, config, order).steps == 44  # two tokens in each leave it the last two
+    for state in decodes[-3:]:
+        state.yields = 1
+    course = course_of(64, decodes, [prompt], None, config, order)
+    assert course.steps == 1
+    assert course.resting == ({decodes[-4]}, {decodes[-1]})
 
 
 @pytest.mark.parametrize("seed", range(3))
