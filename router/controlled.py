@@ -93,7 +93,6 @@ class Controlled:
             self._left_s[propose.request_id] = now_s
             live.decided(now_s, "called_back", propose.numbers, replica=propose.source, why=propose.why)
             self._losses.go_on(live, source, Return.CALLED_BACK, now_s, abort=True, lost=False)
-            self._losses.go_on(live, source, "called_back", now_s, abort=True, lost=False)
             if propose.for_request_id is not None:
                 self._moves.settle(Left(propose.request_id, propose.attempt, propose.for_request_id))
         return verdict
