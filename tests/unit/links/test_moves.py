@@ -936,7 +936,6 @@ async def test_blocks_that_are_not_whole_or_leave_a_gap_or_belong_to_nothing_are
     assert await refused(1, 0, BLOCK_BYTES - 1) == ImportRefusal.MISFIT
     assert await refused(1, 0, 0) == ImportRefusal.MISFIT
     assert await refused(1, 1, BLOCK_BYTES) == ImportRefusal.MISFIT
-    assert await refused(1, -1, BLOCK_BYTES) == ImportRefusal.MISFIT
     assert await refused(2, 0, BLOCK_BYTES) == ImportRefusal.UNKNOWN
     assert await refused(1, 0, 600 * BLOCK_BYTES) == ImportRefusal.NO_ROOM
     assert await refused(1, 0, BLOCK_BYTES) == ""
