@@ -63,6 +63,7 @@ async def test_a_pipe_gets_lines_no_wider_than_a_terminal_and_all_that_is_said(
 ) -> None:
     """As wide as a terminal that is there beside the pipe, or as COLUMNS says, or 80; numbers are folded, not cut off."""
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")  # of a dumb one nobody asks how wide it is
 
     async def once(width: int, stdin: int = subprocess.DEVNULL) -> str:
         process = await asyncio.create_subprocess_exec(
