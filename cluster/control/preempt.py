@@ -108,7 +108,12 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
     lately = [u for u in view.lately if u.proposal.for_request_id is not None]
     lately = [u for u in lately if now_s - u.at_s <= config.proposal_expiry_s]
     answered = {u.proposal.for_request_id for u in lately if u.shown_s is None}
-    shown_s = {u.proposal.for_request_id: u.shown_s for u in lately if u.shown_s is not None}  # the latest is the last
+    shown_s: dict[RequestId | None, float] = {}
+    """When the last that left for a demand was shown; which of them that is, is not in the order of the proposals."""
+    for underway in lately:
+        if underway.shown_s is not None:
+            demand_id = underway.proposal.for_request_id
+            shown_s[demand_id] = max(underway.shown_s, shown_s.get(demand_id, -math.inf))
     due = [
         d
         for d in view.demands

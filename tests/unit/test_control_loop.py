@@ -13,6 +13,7 @@ import pytest
 from cluster.config import ControlConfig
 from cluster.control.gates import DEMAND_PERIOD_S
 from cluster.control.loop import GONE_AFTER_S, WEIGH_FOR_S, Control
+from cluster.control.preempt import SEEN_S
 from cluster.control.view import Proposal
 from cluster.messages import HeldRequest, Left, RosterEntry, Stays, Unplaced
 from cluster.types import Generation, ReplicaId, RequestId, RouterId
@@ -209,6 +210,23 @@ def test_who_still_has_no_place_where_reports_show_the_room_has_others_asked() -
     told.has(entry("other"), request("third", blocks=199, tokens=99999, remaining=1))
     assert [p.request_id for p in told.for_s(1.0)] == ["third"]
     assert told.for_s(20.0) == []
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_of_several_that_leave_the_last_that_is_shown_is_the_one_that_its_router_must_have_seen(slow: int) -> None:
+    told = Told(TEN_MINUTES)
+    stays = request("stays", blocks=100, priority=20)
+    told.has(entry("r"), request("a", blocks=50, remaining=1), request("b", blocks=48, remaining=1), stays)
+    told.has(entry("other"), request("third", blocks=198, tokens=99999, remaining=1))
+    told.demands[ROUTER] = asks(98)
+    both = told.for_s(1.0)
+    assert [p.request_id for p in both] == ["a", "b"]
+    told.control.left(went(both[1 - slow]), told.now_s)
+    assert told.for_s(1.0) == []
+    told.control.left(went(both[slow]), told.now_s)
+    told.has(entry("r"), stays)
+    assert told.for_s(0.15 + SEEN_S) == []
+    assert [p.request_id for p in told.for_s(0.5)] == ["third"]
 
 
 def test_until_a_step_has_ended_since_what_has_left_is_not_taken_to_have_freed_its_blocks() -> None:
