@@ -125,13 +125,14 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
     in_vain: list[Unplaced] = []
     for demand in sorted(due, key=lambda d: (-d.told.priority, -d.waits_s(now_s), d.told.request_id)):
         told, waits_s = demand.told, demand.waits_s(now_s)
-        own = told.request_id in shown_s  # room that was made for it is no other's
-        if not own and any(t.priority >= told.priority and t.blocks <= told.blocks for t in in_vain):
+        own_s = shown_s.get(told.request_id)  # room that was made for it is no other's
+        if own_s is None and any(t.priority >= told.priority and t.blocks <= told.blocks for t in in_vain):
             continue
-        # Where room was made for it and its router has seen that by now, it is not enough.
-        is_short = own and demand.told_at_s - shown_s[told.request_id] > SEEN_S
+        # Where room was made for it and its router has seen that by now, it is not enough; until then it may be, however long
+        # it has waited.
+        is_patient = waits_s <= config.proposal_expiry_s if own_s is None else demand.told_at_s - own_s <= SEEN_S
         search = _Search(told, tick)
-        plan = search.plan(is_patient=not is_short and waits_s <= config.proposal_expiry_s)
+        plan = search.plan(is_patient=is_patient)
         if plan is not None:
             return tuple(_underway(told, waits_s, plan, leaves, now_s) for leaves in plan.leave)
         if not search.sees_room:

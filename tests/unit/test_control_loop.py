@@ -202,14 +202,18 @@ def test_room_that_was_made_and_is_there_is_left_to_its_router_and_to_nobody_els
     assert told.for_s(5.0) == []
 
 
-def test_who_still_has_no_place_where_reports_show_the_room_has_others_asked() -> None:
+@pytest.mark.parametrize("waits_s", [1.0, 700.0])
+def test_who_still_has_no_place_where_reports_show_the_room_has_others_asked_once_its_router_has_seen_it(
+    waits_s: float,
+) -> None:
     told = Told(TEN_MINUTES)
     first, dear = for_room(told)
+    told.demands[ROUTER] = asks(98, waits_s=waits_s)
     told.control.left(went(first), told.now_s)
     told.has(entry("r"), dear)
     told.has(entry("other"), request("third", blocks=199, tokens=99999, remaining=1))
-    assert [p.request_id for p in told.for_s(1.0)] == ["third"]
-    assert told.for_s(20.0) == []
+    assert told.for_s(0.15 + SEEN_S) == [], "the second report shows it"
+    assert [p.request_id for p in told.for_s(0.5)] == ["third"]
 
 
 @pytest.mark.parametrize("slow", [0, 1])
