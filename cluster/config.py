@@ -173,7 +173,9 @@ class PriorityClass(Config):
     """A named class of traffic. The name goes with a request everywhere; the integer orders it."""
 
     name: str = Field(description="As the objective header and the metrics' labels say it.")
-    priority: int = Field(description="Higher is more urgent; negative is sheddable and preempted first.")
+    priority: int = Field(
+        ge=-(2**53), le=2**53, description="Higher is more urgent; negative is sheddable and preempted first."
+    )
     service_tiers: tuple[str, ...] = Field((), description="Values of OpenAI's service_tier that name this class.")
     max_queued_requests: PositiveInt = Field(10_000, description="Bound of its band in the router's queue.")
     max_queued_bytes: PositiveInt = Field(256 * 2**20, description="Bound of its band in bytes, prompts counted.")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
 from cluster import config
-from cluster.config import Config, EngineConfig, RouterConfig, TransportConfig
+from cluster.config import Config, EngineConfig, PriorityClass, RouterConfig, TransportConfig
+from cluster.types import PriorityLoad
 
 MODELS = [m for _, m in inspect.getmembers(config, inspect.isclass) if issubclass(m, Config) and m is not Config]
 
@@ -35,6 +37,8 @@ def test_every_field_says_what_it_is_for(model: type[Config]) -> None:
         (RouterConfig, {"default_class": "gold"}, "default_class 'gold'"),
         (RouterConfig, {"classes": [{"name": n, "priority": 0} for n in ("a", "b")], "default_class": "a"}, "differ"),
         (RouterConfig, {"classes": [{"name": "a", "priority": p} for p in (0, 1)], "default_class": "a"}, "differ"),
+        (PriorityClass, {"name": "a", "priority": 2**53 + 1}, "less than or equal to 9007199254740992"),
+        (PriorityClass, {"name": "a", "priority": -(2**53) - 1}, "greater than or equal to -9007199254740992"),
         (TransportConfig, {"max_frame_bytes": 2**20, "outbox_max_bytes": 2**20}, "at least 4 x outbox_max_bytes"),
     ],
 )
@@ -51,6 +55,12 @@ def test_every_number_is_a_finite_one(model: type[Config]) -> None:
                 with pytest.raises(ValidationError) as refused:
                     model.model_validate({name: endless})
                 assert (name,) in [error["loc"] for error in refused.value.errors()]
+
+
+@pytest.mark.parametrize("priority", [-(2**53), 2**53])
+def test_the_priority_of_any_class_can_be_told_from_process_to_process(priority: int) -> None:
+    told = PriorityLoad(PriorityClass(name="a", priority=priority).priority, 1, 1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=PriorityLoad) == told
 
 
 def test_where_blocks_follow_from_the_gpu_their_number_says_nothing() -> None:
