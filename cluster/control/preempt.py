@@ -110,10 +110,12 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
     answered = {u.proposal.for_request_id for u in lately if u.shown_s is None}
     shown_s: dict[RequestId | None, float] = {}
     """When the last that left for a demand was shown; which of them that is, is not in the order of the proposals."""
+    made_on: dict[RequestId | None, ReplicaId] = {}
+    """Where that was."""
     for underway in lately:
-        if underway.shown_s is not None:
-            demand_id = underway.proposal.for_request_id
-            shown_s[demand_id] = max(underway.shown_s, shown_s.get(demand_id, -math.inf))
+        demand_id, at_s = underway.proposal.for_request_id, underway.shown_s
+        if at_s is not None and at_s >= shown_s.get(demand_id, -math.inf):
+            shown_s[demand_id], made_on[demand_id] = at_s, underway.proposal.source
     due = [
         d
         for d in view.demands
@@ -128,6 +130,8 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
         own_s = shown_s.get(told.request_id)  # room that was made for it is no other's
         if own_s is None and any(t.priority >= told.priority and t.blocks <= told.blocks for t in in_vain):
             continue
+        if own_s is not None and demand.told_at_s < _reported_s(view, made_on[told.request_id]):
+            continue  # it may be what has taken the room since
         # Where room was made for it and its router has seen that by now, it is not enough; until then it may be, however long
         # it has waited.
         is_patient = waits_s <= config.proposal_expiry_s if own_s is None else demand.told_at_s - own_s <= SEEN_S
@@ -138,6 +142,10 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
         if not search.sees_room:
             in_vain.append(told)
     return ()
+
+
+def _reported_s(view: ClusterView, replica_id: ReplicaId) -> float:
+    return next((r.observed_at_s for r in view.replicas if r.replica_id == replica_id), -math.inf)
 
 
 class _Row(msgspec.Struct, gc=False):

@@ -202,6 +202,23 @@ def test_room_that_was_made_and_is_there_is_left_to_its_router_and_to_nobody_els
     assert told.for_s(5.0) == []
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_room_that_the_request_itself_may_have_taken_is_made_again_only_where_its_router_says_so_since(
+    waits: bool,
+) -> None:
+    told = Told(TEN_MINUTES)
+    first, dear = for_room(told)
+    told.control.left(went(first), told.now_s)
+    told.has(entry("r"), dear)
+    assert told.for_s(0.2) == [], "the reports show the room"
+    last_word = told.demands.pop(ROUTER)
+    told.has(entry("r"), dear, request("it", blocks=98, priority=10))
+    assert told.for_s(CONFIG.tick_s) == [], "the last word still counts, and is older than that"
+    if waits:
+        told.demands[ROUTER] = last_word
+    assert [p.request_id for p in told.for_s(0.5)] == ["dear"] * waits
+
+
 @pytest.mark.parametrize("waits_s", [1.0, 700.0])
 def test_who_still_has_no_place_where_reports_show_the_room_has_others_asked_once_its_router_has_seen_it(
     waits_s: float,
