@@ -404,12 +404,15 @@ class World:
         counted_s = self._count() if self._counted_s is None else self._counted_s
         lives = [*self._replicas.values(), *self._gone]
         loads = [one.runner.progress().load for one in lives]
-        for one in self._alive():
+        alive = self._alive()
+        for one in alive:
             one.runner.catch_up()
-        prefill_tokens = sum(one.engine.load().prefill_tokens_total for one in lives)
+        # Of one that is gone without the step in which it went, whether that was taken when it began or would be at its end.
+        counted = [one.engine.load() if one in alive else one.runner.latest_load() for one in lives]
+        prefill_tokens = sum(load.prefill_tokens_total for load in counted)
         begun = [r for r in self._clients.records.values() if r.first_token_s is not None]
         once = sum(r.prompt_tokens - r.cached_tokens for r in begun)
-        once += sum(one.engine.unanswered_tokens for one in self._alive())
+        once += sum(one.engine.unanswered_tokens for one in alive)
         return SimResult(
             requests=list(self._clients.records.values()),
             event_log_sha256=self._log.sha256,

@@ -329,6 +329,17 @@ def test_a_cluster_is_the_same_event_by_event_whether_steps_are_taken_at_once(se
     assert seen(at_once) == seen(one_by_one)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_what_a_replica_had_computed_that_dies_within_a_prompt_is_the_same_whether_steps_are_taken_at_once(
+    seed: int,
+) -> None:
+    faults = (Fault(1.0, FaultKind.REPLICA_DEATH, 1.0, number=1),)
+    arrivals, config = work(40, 30, seed), cluster(2, faults=faults, engine=engine(step_token_budget=9))
+    at_once, one_by_one = (simulate(arrivals, replace(config, fast_forward=f), seed=seed) for f in (True, False))
+    assert at_once.events < one_by_one.events
+    assert seen(at_once) == seen(one_by_one)
+
+
 def test_a_request_that_ends_by_its_limit_ends_there_whether_steps_are_taken_at_once() -> None:
     arrivals = [replace(a, max_tokens=7 + k % 5) for k, a in enumerate(work(40, 20))]
     at_once, one_by_one = (simulate(arrivals, replace(cluster(2), fast_forward=f)) for f in (True, False))
