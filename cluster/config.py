@@ -446,7 +446,7 @@ class ControlConfig(Config):
     proposal_expiry_s: PositiveFloat = Field(
         2.0,
         description="So long a proposal counts as on its way: the room that it takes is nobody else's, and its demand gets "
-        "no other.",
+        "no other, unless the reports show before that it is done and not enough.",
     )
     request_rest_s: NonNegativeFloat = Field(
         10.0,
