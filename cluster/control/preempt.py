@@ -25,6 +25,7 @@ replica is given to those who move in the order of what they take, the largest f
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
@@ -112,8 +113,11 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
     """When the last that left for a demand was shown; which of them that is, is not in the order of the proposals."""
     made_on: dict[RequestId | None, ReplicaId] = {}
     """Where that was."""
+    asked_s: defaultdict[RequestId | None, set[float]] = defaultdict(set)
+    """When others were asked for it."""
     for underway in lately:
         demand_id, at_s = underway.proposal.for_request_id, underway.shown_s
+        asked_s[demand_id].add(underway.at_s)
         if at_s is not None and at_s >= shown_s.get(demand_id, -math.inf):
             shown_s[demand_id], made_on[demand_id] = at_s, underway.proposal.source
     due = [
@@ -133,8 +137,10 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
         if own_s is not None and demand.told_at_s < _reported_s(view, made_on[told.request_id]):
             continue  # it may be what has taken the room since
         # Where room was made for it and its router has seen that by now, it is not enough; until then it may be, however long
-        # it has waited.
-        is_patient = waits_s <= config.proposal_expiry_s if own_s is None else demand.told_at_s - own_s <= SEEN_S
+        # it has waited. A router to which all room is not enough (it has lost its links, say) empties no replica after replica.
+        is_patient = waits_s <= config.proposal_expiry_s
+        if own_s is not None:
+            is_patient = demand.told_at_s - own_s <= SEEN_S or len(asked_s[told.request_id]) > 1
         search = _Search(told, tick)
         plan = search.plan(is_patient=is_patient)
         if plan is not None:

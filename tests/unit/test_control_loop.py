@@ -250,6 +250,23 @@ def test_of_several_that_leave_the_last_that_is_shown_is_the_one_that_its_router
     assert [p.request_id for p in told.for_s(0.5)] == ["third"]
 
 
+def test_who_has_no_place_in_any_room_that_is_made_has_others_asked_at_once_only_once() -> None:
+    """Its router may have lost its links: it would empty replica after replica, some in each second."""
+    told = Told(TEN_MINUTES)
+    first, dear = for_room(told)
+    told.control.left(went(first), told.now_s)
+    told.has(entry("r"), dear)
+    for n in range(5):
+        told.has(entry(f"r{n}"), request(f"of-{n}", blocks=199, tokens=99999, remaining=1))
+    asked = []
+    for _ in range(20):
+        for proposal in told.for_s(1.0):
+            asked.append(proposal.source)
+            told.control.left(went(proposal), told.now_s)
+            told.has(entry(proposal.source))
+    assert len(asked) == 1
+
+
 def test_until_a_step_has_ended_since_what_has_left_is_not_taken_to_have_freed_its_blocks() -> None:
     told = Told(TEN_MINUTES)
     first, _ = for_room(told)
