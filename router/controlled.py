@@ -137,6 +137,8 @@ class Controlled:
         most = self._config.moves_at_once
         if target is None or target is source or self._moves.leaving(source) >= most:
             return None
+        if target.replica_id in live.erred_on:  # which the controller does not know
+            return None
         return place_to_go(need, [target.view(self._config, now_s)], self._moves.arriving(), most, self._rng)
 
     def _forget_rested(self, now_s: float) -> None:

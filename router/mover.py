@@ -60,7 +60,8 @@ class Mover:
             live = self._lives[request_id]
             need = live.need(self._config.expected_output_tokens)
             views, most = self._fleet.views(now_s), self._config.moves_at_once
-            placement = place_to_go(need, views, self._book.arriving(), most, self._rng)
+            arriving = self._book.arriving()
+            placement = place_to_go(need, views, arriving, most, self._rng, live.erred_on)
             if placement is not None:
                 self.begin(live, self._fleet[placement.replica_id], placement.blocks, "it drains", now_s)
                 room -= 1

@@ -1,14 +1,14 @@
 """Who leaves a replica that drains, and where each can go.
 
 Owns: that decision. Pure; chance is an argument. Imports routing and views. Invariants: whoever moves pushes nobody out,
-goes to a replica that takes work and takes no place that more urgent work waits for; of each replica no more than
-`moves_at_once` requests are under way.
+goes to a replica that takes work and takes no place that more urgent work waits for, and to none that it has erred on where
+another has a place; of each replica no more than `moves_at_once` requests are under way.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -65,13 +65,20 @@ def who_leaves(residents: Sequence[Resident], load: EngineLoad | None, waits_abo
 
 
 def place_to_go(
-    need: Need, views: Sequence[ReplicaView], arriving: Mapping[ReplicaId, int], moves_at_once: int, rng: random.Random
+    need: Need,
+    views: Sequence[ReplicaView],
+    arriving: Mapping[ReplicaId, int],
+    moves_at_once: int,
+    rng: random.Random,
+    erred_on: Collection[ReplicaId] = (),
 ) -> Placement | None:
     """Where a request goes that nobody is to give way for.
 
     Args:
         arriving: Moves under way to each.
+        erred_on: Those that have ended an attempt of it with an error.
     """
     able = [view for view in views if arriving.get(view.replica_id, 0) < moves_at_once]
-    placement = choose(need, able, rng)
-    return placement if placement is not None and placement.free else None
+    others = [view for view in able if view.replica_id not in erred_on] if erred_on else able
+    placement = choose(need, others, rng, free=True)
+    return choose(need, able, rng, free=True) if placement is None and len(others) < len(able) else placement

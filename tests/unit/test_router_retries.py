@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from cluster.config import RouterConfig
 from cluster.model import ModelFolder
-from cluster.types import FinishReason, Generation, Outcome, ReplicaId, Request, RequestId, TokenDelta
+from cluster.types import FinishReason, Generation, Outcome, ReplicaId, ReplicaState, Request, RequestId, TokenDelta
 from router.explain import Explanation
+from router.proposals import Verdict
 from router.retries import Retry, RetryBudget, decide
 from router.terms import Terms
 from router.view import Condition
 from tests.unit.fake_replica import Bench, FakeReplica, expected_ids, expected_text, score
 from tests.unit.http_kit import TEXT, plain_client, serving
+from tests.unit.test_router_proposals import propose
 
 CONFIG = RouterConfig(retry_share=0.1, retry_burst=3, silent_after_s=1e6, fenced_after_s=1e7)
 METRIC = "forebay_retries_total"
@@ -360,6 +362,35 @@ def test_error_of_a_request_that_is_moving_is_as_any_other() -> None:
         target.turn()
     assert bench.text(request) == expected_text(request)
     assert not target.coming
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_request_does_not_move_back_to_the_replica_that_erred_while_another_has_a_place(others: bool) -> None:
+    bench = Bench(CONFIG)
+    erring = bench.replica("r1")
+    request = bench.submit("a", tokens=9)
+    draining = bench.replica("r2")
+    erring.turn()
+    fail(request, erring)
+    draining.turn()
+    if others:
+        bench.replica("r3")
+    draining.state = ReplicaState.DRAINING
+    draining.beat()
+    bench.core.tick()
+    assert [move[3] for move in draining.moves] == ["r3" if others else "r1"]
+
+
+def test_controller_moves_no_request_to_a_replica_that_it_has_erred_on() -> None:
+    bench, *replicas = two_replicas()
+    request = bench.submit("a", tokens=9)
+    erring = where(request, *replicas)
+    fail(request, erring)
+    source = where(request, *replicas)
+    source.turn()
+    asked = propose(request, erring.replica_id, source=source.replica_id, attempt=2)
+    assert bench.core.propose(asked) is Verdict.NO_PLACE
+    assert not source.moves
 
 
 # --- what it means to replicas ---
