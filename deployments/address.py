@@ -22,10 +22,11 @@ def checked_address(given: str, option: str) -> str:
         raise UsageError(f"{option}: {shown} must begin with http:// or https://")
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        host = parsed.host
+    except (httpx.InvalidURL, ValueError) as error:  # ValueError: it cannot be encoded
         raise UsageError(f"{option}: {shown} is no address") from error
     if parsed.userinfo:
         raise UsageError(f"{option}: leave out what stands before the @; FOREBAY_API_KEY is the key")
-    if not parsed.host or parsed.query or parsed.fragment or any(map(str.isspace, url)):
+    if not host or any(c in "?#" or c.isspace() for c in url):  # also where nothing follows them
         raise UsageError(f"{option}: {shown} must be a host, and at most a port and a path: http://HOST:8000")
     return url.rstrip("/").removesuffix("/v1")

@@ -188,8 +188,12 @@ def test_a_router_is_named_by_the_option_before_the_environment(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "url", ["http://me:pass@a:1", "me:pass@a:1", "https://me:pass@a:1\n", "http://:pass@[", "http://a@pass:b"]
-)
+    "url",
+    [
+        "http://me:pass@a:1", "me:pass@a:1", "https://me:pass@a:1\n", "http://:pass@[", "http://a@pass:b",
+        "http://pass\udc80@a",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("option", ["--url", "FOREBAY_URL"])
 def test_an_address_with_a_password_is_refused_and_not_said(
     url: str, option: str, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +204,13 @@ def test_an_address_with_a_password_is_refused_and_not_said(
     assert "pass" not in str(refused.value)
 
 
-@pytest.mark.parametrize("url", ["http://", "http://a b", "http://a?b=c", "http://a/#b", "http://a:b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://", "http://a b", "http://a?b=c", "http://a?", "http://a/#b", "http://a#", "http://a:b", "http://xn--a",
+        "http://a/\udc80",
+    ],
+)  # fmt: skip
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"^--url: "):
         find_urls(url, Environment())
