@@ -4,11 +4,14 @@
 
 Owns: that wait. Where a whole cluster is deleted, all its pods are told at once, and a node can be drained only as long as
 there is a GCS; a head that goes alone waits for nobody. Imports ray and nothing of Forebay's.
-Invariant: it ends, after the seconds that it is given at most; a GCS that does not answer is not waited for.
+Invariant: it ends, after the seconds that it is given at most; a GCS that does not answer is waited for no longer than Ray's client
+does, which gives it up after 40 s at first.
 """
 
 from __future__ import annotations
 
+import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Sized
@@ -39,6 +42,9 @@ def wait(
 
 
 def main(most_s: float) -> None:
+    signal.alarm(
+        math.ceil(most_s)
+    )  # ends this process also within a call of Ray's, which may take longer than it is asked to
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled; Serve asks by it, and there is no public call
 
     try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -38,3 +42,12 @@ def test_a_head_stays_until_the_last_node_that_drains_has_gone(begin_s: float) -
 def test_a_head_stays_no_longer_than_it_is_told() -> None:
     assert waited_s([(0.0, 1e9)]) == pytest.approx(MOST_S, abs=1.0)
     assert waited_s([], most_s=1.0) == pytest.approx(1.0, abs=1.0)
+
+
+def test_a_head_whose_gcs_says_nothing_stays_no_longer_either() -> None:
+    """Ray's client would wait for 40 s."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code = f"from deployments import last_node as m; m.GCS = '127.0.0.1:{silent.getsockname()[1]}'; m.main(2.0)"
+        began_s = time.monotonic()
+        subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True)
+    assert time.monotonic() - began_s < 20
