@@ -164,15 +164,17 @@ class Dispatcher:
         live, judged, self._judged = self._lives[waiting.request_id], self._judged, None
         if judged is not None and judged[0] is live:
             return judged
+        return live, self.place(live, now_s)
+
+    def place(self, live: Live, now_s: float) -> Placement | None:
+        """Where it can go now, if anywhere; where it has erred only if no other replica takes it."""
         need = live.need(self._config.expected_output_tokens)
         favour = self._favour(live, need, now_s)
         placement = self._fleet.place(need, now_s, self._rng, favour)
-        if placement is not None and placement.replica_id in live.erred_on:
-            others = self._fleet.place_among(
-                lambda r: r.replica_id not in live.erred_on, need, now_s, self._rng, favour
-            )
-            placement = others or placement
-        return live, placement
+        if placement is None or placement.replica_id not in live.erred_on:
+            return placement
+        others = self._fleet.place_among(lambda r: r.replica_id not in live.erred_on, need, now_s, self._rng, favour)
+        return others or placement
 
     def _place_arrival(
         self, live: Live, need: Need, now_s: float, among: Callable[[Replica], bool] | None = None

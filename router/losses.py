@@ -17,7 +17,6 @@ from router.outliers import Fault, Mark, after_fault, after_success
 from router.parts import Parts
 from router.retries import Retry, RetryBudget, decide
 from router.returns import Return
-from router.routing import Placement
 from router.suspects import Trial
 from router.view import Replica
 
@@ -201,21 +200,21 @@ class Losses:
         """A suspect is next and has no place. Where that is only for want of a replica to be tried on, it takes that of a
         less urgent suspect, or it is set aside and stands in nobody's way."""
         need = live.need(self._config.expected_output_tokens)
-        if self._fleet.place(need.untried(), now_s, self._rng) is None or self._place(live, now_s) is not None:
+        if (
+            self._fleet.place(need.untried(), now_s, self._rng) is None
+            or self._dispatcher.place(live, now_s) is not None
+        ):
             return
         lower = self._trials.least_urgent()
         if need.trial is Trial.APART and lower is not None and lower.request.priority < need.priority:
             assert lower.replica_id is not None
             self.go_on(lower, self._fleet[lower.replica_id], Return.DISPLACED, now_s, abort=True, lost=False)
-            placement = self._place(live, now_s)
+            placement = self._dispatcher.place(live, now_s)
             if placement is not None:
                 self._dispatcher.send(live, placement, now_s, by_share=False)
                 return
         self._dispatcher.withdraw(live, now_s)
         self._trials.set_aside(live, now_s)
-
-    def _place(self, live: Live, now_s: float) -> Placement | None:
-        return self._fleet.place(live.need(self._config.expected_output_tokens), now_s, self._rng)
 
     def bring_back(self, now_s: float) -> bool:
         """Whether a suspect that was set aside has a replica to be tried on now: then it is at its old place again.
@@ -227,7 +226,7 @@ class Losses:
             live = self._trials.first(trial)
             if live is None:
                 continue
-            placement = self._place(live, now_s)
+            placement = self._dispatcher.place(live, now_s)
             head = self._dispatcher.queue.peek()
             if placement is None or (
                 trial is Trial.ALONE and head is not None and head.priority > live.request.priority

@@ -297,6 +297,40 @@ def test_suspect_is_not_tried_again() -> None:
     assert not len(bench.core._trials)
 
 
+@pytest.mark.parametrize("draws", range(6))
+def test_suspect_that_is_tried_alone_keeps_away_from_the_replica_that_erred(draws: int) -> None:
+    """There it would end with the next error, whatever killed its engines."""
+    bench = Bench(CONFIG)
+    erring = bench.replica("r1")
+    request = bench.submit("a", tokens=9)
+    first, other = bench.replica("r2"), bench.replica("r3")
+    closed = [bench.core._fleet[replica.replica_id] for replica in (erring, other)]
+    closed[1].back_off()
+    fail(request, erring)
+    closed[0].back_off()
+    bench.submit("b", tokens=9)
+    first.turn()
+    first.die()
+    bench.core.cancel(RequestId("b"))
+    second = bench.replica("r4")
+    bench.submit("c", tokens=9)
+    second.turn()
+    busy = bench.replica("r5")
+    bench.core._fleet[second.replica_id].back_off()
+    bench.submit("d", tokens=9)
+    busy.turn()
+    second.die()
+    assert bench.core._trials.waiting == 1, "it is to be alone, and the one that takes work is not empty"
+    for _ in range(draws):
+        bench.core._losses._rng.random()
+    bench.core.cancel(RequestId("c"))
+    for replica in closed:
+        replica._backing_off = False
+        replica._change()
+    bench.core.tick()
+    assert where(request, erring, other) is other
+
+
 @pytest.mark.parametrize("terms", [Terms(timeout_s=2.0), Terms(ttft_slo_s=2.0)])
 def test_request_whose_time_is_over_is_not_tried_again(terms: Terms) -> None:
     for wait_s, outcome in ((1.9, None), (2.0, Outcome.ENGINE_ERROR)):
