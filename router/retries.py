@@ -33,7 +33,7 @@ class Retry(StrEnum):
     TOO_LATE = "too_late"
     """A time of its own has passed, by which it was to have begun or ended."""
     OFF = "off"
-    """`retry_share` is 0."""
+    """`retry_share` is 0, or `retry_attempts` 1."""
 
 
 class RetryBudget:
@@ -68,7 +68,7 @@ def decide(config: RouterConfig, *, left: float, attempts: int, suspect: bool, u
         attempts: Of the request, those that ended with an error, with this one.
         until_s: By when it is to have begun, if it has not, or ended; monotonic, as `now_s`.
     """
-    if not config.retry_share:
+    if not config.retry_share or config.retry_attempts == 1:
         return Retry.OFF
     if attempts >= config.retry_attempts:
         return Retry.FAILED_AGAIN

@@ -358,6 +358,8 @@ def test_retries_can_be_turned_off(settings: dict[str, float]) -> None:
     request = bench.submit("a")
     fail(request, where(request, *replicas))
     assert bench.outcome(request) is Outcome.ENGINE_ERROR
+    assert explained(bench, request).decisions[-1].why == "off", "`failed again` would say that the request is at fault"
+    assert bench.metric(METRIC, outcome="off") == 1
 
 
 def test_retried_request_whose_engine_dies_goes_on_as_any_other() -> None:
