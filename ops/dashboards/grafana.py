@@ -271,6 +271,7 @@ def push(
 
 def _checked(url: str) -> SplitResult:
     """Its parts, or CommandError for one that cannot be asked; a password that is in it is not repeated."""
+    shown = "what is given" if "@" in url else repr(url)
     try:
         parts = urlsplit(url)
         if "@" in parts.netloc:
@@ -279,11 +280,11 @@ def _checked(url: str) -> SplitResult:
             )
         _ = parts.port  # raises where it is no number
     except ValueError as error:
-        raise CommandError(f"--grafana: this is no address: {error}") from error
+        raise CommandError(f"--grafana: {shown} is no address") from error
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise CommandError(f"--grafana: {url!r} must begin with http:// or https:// and name a host")
+        raise CommandError(f"--grafana: {shown} must begin with http:// or https:// and name a host")
     if parts.query or parts.fragment:
-        raise CommandError(f"--grafana: {url!r} must end with its path: leave out what is behind ? or #")
+        raise CommandError(f"--grafana: {shown} must end with its path: leave out what is behind ? or #")
     return parts
 
 
