@@ -205,6 +205,22 @@ def test_retry_waits_at_its_old_place_before_what_came_later_and_behind_what_cam
     assert replica.added[before][1] == 2
 
 
+@pytest.mark.parametrize("made", [0, 1])
+def test_tenant_has_had_nothing_of_a_prompt_whose_attempt_errs_before_the_first_token(made: int) -> None:
+    bench = Bench(CONFIG)
+    replica = bench.replica()
+    tenants = bench.core._dispatcher.band(0)
+    request = bench.submit("a", prompt=100)
+    for _ in range(made):
+        replica.turn()
+    charged, _ = tenants.counters(request.tenant)
+    assert charged >= 100
+    replica.state = ReplicaState.DRAINING
+    fail(request, replica)
+    assert bench.outcome(request) is None
+    assert tenants.counters(request.tenant)[0] == (charged if made else 0)
+
+
 def test_replica_that_erred_is_tried_again_where_no_other_takes_the_request() -> None:
     bench, *replicas = two_replicas(slots=1)
     first, second = bench.submit("a", tokens=9), bench.submit("b", tokens=9)
