@@ -23,7 +23,7 @@ from cluster.types import (
     RequestId,
 )
 from router.affinity import Affinity, keys_of
-from router.fleet import Fleet, IdSet, New, _room_of
+from router.fleet import SCAN_REPLICAS, Fleet, IdSet, New, _room_of
 from router.routing import Need, Placement, choose, prompts_ahead
 from router.terms import Terms
 from router.view import Replica, ReplicaView, Reservation
@@ -118,6 +118,20 @@ def test_place_is_found_exactly_where_a_look_at_all_replicas_finds_one(replicas:
             target.reserve(name, Reservation(1, k + 1, need.priority, placed.blocks))
             reserved.append((target, name))
     assert min(found[True], found[False]) > 100
+
+
+def test_free_place_is_found_behind_more_replicas_than_are_looked_at_at_once_that_only_seem_to_have_one() -> None:
+    """Those have refused something, which no index knows; elsewhere lesser work would give way."""
+    rng, need = random.Random(0), Need(10, BLOCK, BLOCK)
+    fleet = Fleet(RouterConfig(silent_after_s=1e6, fenced_after_s=1e7))
+    idle = EngineLoad(slots_total=4, blocks_total=20, blocks_free=20, block_size_tokens=BLOCK)
+    full = msgspec.structs.replace(idle, blocks_free=16, running=(PriorityLoad(-10, 4, 4),))
+    for k in range(10):
+        joined(fleet, f"full{k}", full)
+    for k in range(3 * SCAN_REPLICAS):
+        joined(fleet, f"refused{k:03}", idle).back_off()
+    joined(fleet, "free", idle)
+    assert [fleet.place(need, 0.0, rng).replica_id for _ in range(20)] == ["free"] * 20  # type: ignore[union-attr]
 
 
 def is_free(need: Need, view: ReplicaView) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from cluster.types import FinishReason, Generation, Outcome, ReplicaId, ReplicaS
 from router.explain import Explanation
 from router.proposals import Verdict
 from router.retries import Retry, RetryBudget, decide
-from router.terms import Terms
+from router.stream import Buffer, Stream
+from router.terms import NO_TERMS, Terms
 from router.view import Condition
 from tests.unit.fake_replica import Bench, FakeReplica, expected_ids, expected_text, score
 from tests.unit.http_kit import TEXT, plain_client, serving
@@ -297,6 +299,16 @@ def test_requests_that_are_refused_at_arrival_and_retries_themselves_buy_none() 
     for k in range(20):
         assert bench.outcome(bench.submit(f"refused{k}")) is Outcome.REJECTED_DRAINING
     assert bench.core._losses.retries.left == pytest.approx(0.2)
+
+
+def test_each_choice_of_a_request_buys_its_part_of_a_retry() -> None:
+    bench, *replicas = two_replicas()
+    fail(bench.submit("a"), replicas[0] if replicas[0].held else replicas[1])
+    left = bench.core._losses.retries.left
+    one = bench.submit("b", tokens=1)
+    choices = [msgspec.structs.replace(one, request_id=RequestId(f"c{k}")) for k in range(3)]
+    bench.core.submit(tuple((choice, Stream(Buffer(1 << 20))) for choice in choices), NO_TERMS)
+    assert bench.core._losses.retries.left == pytest.approx(left + 0.4)
 
 
 def test_suspect_is_not_tried_again() -> None:
