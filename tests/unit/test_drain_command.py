@@ -5,6 +5,7 @@ What a drain does to the work there is tested over real replicas (tests/e2e/test
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -181,6 +182,14 @@ async def test_what_the_router_answers_is_said_in_its_own_words_and_what_is_no_r
         assert err == f"forebay: {world.url}: The controller does not answer; try again in a few seconds.\n"
         code, _, err = await forebay(capsys, "drain", "", "--url", world.url)
         assert (code, "the name is empty" in err) == (2, True)
-        code, _, err = await forebay(capsys, "status", "--url", f"{world.url}/health?")
-        assert code == 2
-        assert "what answered there (status 200) is no router of Forebay's" in err
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+        writer.close()
+
+    async with await asyncio.start_server(other, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        code, _, err = await forebay(capsys, "status", "--url", f"http://{host}:{port}")
+    assert code == 2
+    assert "what answered there (status 200) is no router of Forebay's" in err
