@@ -6,6 +6,8 @@ it, for no password is in it; what is refused for one is not said either.
 
 from __future__ import annotations
 
+import unicodedata
+
 import httpx
 
 from deployments.settings import UsageError
@@ -14,10 +16,15 @@ URL_VARIABLE = "FOREBAY_URL"
 """`Environment.url`."""
 
 
+def as_shown(url: str) -> str:
+    """What is said of an address that is none: itself, where no password can be in it. A wide @ is meant for one, too."""
+    return "what is given" if "@" in unicodedata.normalize("NFKC", url) else repr(url)
+
+
 def checked_address(given: str, option: str) -> str:
     """The address as paths are put behind it. Raises UsageError naming `option`."""
     url = given.strip()
-    shown = "what is given" if "@" in url else repr(url)
+    shown = as_shown(url)
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{option}: {shown} must begin with http:// or https://")
     try:

@@ -19,6 +19,7 @@ import niquests
 from grafana_client.api import GrafanaApi
 from grafana_client.client import GrafanaClientError, GrafanaException, GrafanaTimeoutError
 
+from deployments.address import as_shown
 from ops.dashboards.frame import DATASOURCE_VARIABLE, RUNBOOKS_VARIABLE
 from ops.errors import CommandError
 
@@ -271,7 +272,7 @@ def push(
 
 def _checked(url: str) -> SplitResult:
     """Its parts, or CommandError for one that cannot be asked; a password that is in it is not repeated."""
-    shown = "what is given" if "@" in url else repr(url)
+    shown = as_shown(url)
     try:
         parts = urlsplit(url)
         if "@" in parts.netloc:
