@@ -22,7 +22,8 @@ Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """So not NaN either."""
 Counter = Annotated[float, msgspec.Meta(le=1e300)]
 """Of a tenant, see router/fairness.py; minus infinity for what goes before all new work."""
-Priority = Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Never summed: whatever an engine is given, its load can say."""
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
