@@ -42,9 +42,8 @@ def wait(
 
 
 def main(most_s: float) -> None:
-    signal.alarm(
-        math.ceil(most_s)
-    )  # ends this process also within a call of Ray's, which may take longer than it is asked to
+    # Ends this process within a call of Ray's too, which may take longer than it is asked to.
+    signal.alarm(math.ceil(most_s))
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled; Serve asks by it, and there is no public call
 
     try:

@@ -25,9 +25,8 @@ replica is given to those who move in the order of what they take, the largest f
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -101,29 +100,30 @@ class _Plan:
         return round(self.cost_s / SIMILAR_S) * SIMILAR_S, urgent, len(self.leave), self.replica.replica_id
 
 
+@dataclass(slots=True)
+class _Asked:
+    """Who was lately asked to leave for a demand."""
+
+    made_on: ReplicaId
+    """Where the last that left was shown to have."""
+    shown_s: float = -math.inf
+    """When that was."""
+    all_shown: bool = True
+    at_s: set[float] = field(default_factory=set)
+    """When any were asked."""
+
+
 def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Underway, ...]:
     """Who is to leave now for one of the demands: the most urgent that can be helped, of equals who has waited longest.
 
     The next is for the next tick, which counts what leaves for this one.
     """
-    lately = [u for u in view.lately if u.proposal.for_request_id is not None]
-    lately = [u for u in lately if now_s - u.at_s <= config.proposal_expiry_s]
-    answered = {u.proposal.for_request_id for u in lately if u.shown_s is None}
-    shown_s: dict[RequestId | None, float] = {}
-    """When the last that left for a demand was shown; which of them that is, is not in the order of the proposals."""
-    made_on: dict[RequestId | None, ReplicaId] = {}
-    """Where that was."""
-    asked_s: defaultdict[RequestId | None, set[float]] = defaultdict(set)
-    """When others were asked for it."""
-    for underway in lately:
-        demand_id, at_s = underway.proposal.for_request_id, underway.shown_s
-        asked_s[demand_id].add(underway.at_s)
-        if at_s is not None and at_s >= shown_s.get(demand_id, -math.inf):
-            shown_s[demand_id], made_on[demand_id] = at_s, underway.proposal.source
+    asked = _asked_lately(view, config, now_s)
     due = [
         d
         for d in view.demands
-        if d.waits_s(now_s) > UNPLACED_TICKS * config.tick_s and d.told.request_id not in answered
+        if d.waits_s(now_s) > UNPLACED_TICKS * config.tick_s
+        and ((own := asked.get(d.told.request_id)) is None or own.all_shown)
     ]
     if not due:
         return ()
@@ -131,16 +131,16 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
     in_vain: list[Unplaced] = []
     for demand in sorted(due, key=lambda d: (-d.told.priority, -d.waits_s(now_s), d.told.request_id)):
         told, waits_s = demand.told, demand.waits_s(now_s)
-        own_s = shown_s.get(told.request_id)  # room that was made for it is no other's
-        if own_s is None and any(t.priority >= told.priority and t.blocks <= told.blocks for t in in_vain):
+        own = asked.get(told.request_id)  # room that was made for it is no other's
+        if own is None and any(t.priority >= told.priority and t.blocks <= told.blocks for t in in_vain):
             continue
-        if own_s is not None and demand.told_at_s < _reported_s(view, made_on[told.request_id]):
+        if own is not None and demand.told_at_s < _reported_s(view, own.made_on):
             continue  # it may be what has taken the room since
         # Where room was made for it and its router has seen that by now, it is not enough; until then it may be, however long
         # it has waited. A router to which all room is not enough (it has lost its links, say) empties no replica after replica.
         is_patient = waits_s <= config.proposal_expiry_s
-        if own_s is not None:
-            is_patient = demand.told_at_s - own_s <= SEEN_S or len(asked_s[told.request_id]) > 1
+        if own is not None:
+            is_patient = demand.told_at_s - own.shown_s <= SEEN_S or len(own.at_s) > 1
         search = _Search(told, tick)
         plan = search.plan(is_patient=is_patient)
         if plan is not None:
@@ -148,6 +148,22 @@ def decide(view: ClusterView, config: ControlConfig, now_s: float) -> tuple[Unde
         if not search.sees_room:
             in_vain.append(told)
     return ()
+
+
+def _asked_lately(view: ClusterView, config: ControlConfig, now_s: float) -> Mapping[RequestId, _Asked]:
+    """By demand; none for which nobody was."""
+    found: dict[RequestId, _Asked] = {}
+    for underway in view.lately:
+        proposal, shown_s = underway.proposal, underway.shown_s
+        if proposal.for_request_id is None or now_s - underway.at_s > config.proposal_expiry_s:
+            continue
+        asked = found.setdefault(proposal.for_request_id, _Asked(proposal.source))
+        asked.at_s.add(underway.at_s)
+        if shown_s is None:
+            asked.all_shown = False
+        elif shown_s >= asked.shown_s:  # which of them is the last is not in the order of the proposals
+            asked.shown_s, asked.made_on = shown_s, proposal.source
+    return found
 
 
 def _reported_s(view: ClusterView, replica_id: ReplicaId) -> float:
