@@ -86,10 +86,11 @@ class Heard:
         self.done = False
         self.status = 0
         self.begun = asyncio.Event()
-        """An event, or an answer that is no stream."""
+        """Each choice has had an event (one may wait in an engine while another runs), or the answer is an error."""
         self.task = asyncio.create_task(self._read(client, body(**changes)))
 
     async def _read(self, client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
+        silent = set(range(fields.get("n", 1)))
         async with client.stream("POST", "/v1/completions", json=fields) as response:
             self.status = response.status_code
             if self.status != 200:
@@ -102,7 +103,9 @@ class Heard:
                 elif line.startswith("data: "):
                     self.events.append(json.loads(line[6:]))
                     self.at_s.append(time.monotonic())
-                    self.begun.set()
+                    silent -= {choice["index"] for choice in self.events[-1].get("choices", ())}
+                    if not silent or self.errors:
+                        self.begun.set()
 
     @property
     def request_id(self) -> str:
