@@ -21,7 +21,9 @@ LOG = logging.getLogger("forebay.replica")
 
 _TOLD = 16
 """Attempts in one report: what waits on a thousand replicas is then as much as a controller looks through in a tick."""
-_PERIOD_S = 0.25
+_PERIOD_S = 0.1
+"""What is told to wait may run by then: called back all the same, it has part of its prompt computed again. At a quarter of a
+second that was 1.5 % of all tokens of 100 full replicas, at a tenth 0.6 %."""
 
 OwnerOf = Callable[[HeldAttempt], RouterId | None]
 """The router of an attempt that may be moved or taken back; None where it is over, moves already, or is on trial."""

@@ -78,7 +78,7 @@ def test_what_the_engine_holds_is_told_with_whose_it_is() -> None:
     assert [h.request_id for h in told] == ["c"], "it has ended since, or moves"
 
 
-def test_the_engine_is_asked_four_times_a_second_at_most_and_never_twice_at_once() -> None:
+def test_the_engine_is_asked_ten_times_a_second_at_most_and_never_twice_at_once() -> None:
     p = Played()
     for _ in range(100):
         p.feed.told(BUSY)
@@ -90,7 +90,7 @@ def test_the_engine_is_asked_four_times_a_second_at_most_and_never_twice_at_once
         if len(p.asked) > 1 and not p.asked[-1][1].done():
             p.answered()
         p.clock.advance(0.01)
-    assert len(p.asked) == 1 + 2, "at once, and a quarter of a second later"
+    assert len(p.asked) == 1 + 5, "at once, and after each tenth of a second of the half"
 
 
 @pytest.mark.parametrize("error", [EngineBusyError("64 calls are waiting"), EngineStoppedError("it has ended")])
