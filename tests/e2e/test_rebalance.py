@@ -28,6 +28,7 @@ from cluster.metrics import (
 from cluster.model import ModelFolder
 from deployments.settings import Profile
 from tests.e2e.test_faults import KINDS, PROMPT, Heard, explained
+from tests.e2e.test_move_faults import loads
 from tests.line import until
 from tests.processes import Cluster, running_cluster
 
@@ -82,8 +83,8 @@ async def counts(cluster: Cluster, metric: Any) -> list[float]:
 
 async def running_by_report(cluster: Cluster) -> list[int]:
     """On each replica, as the controller has heard."""
-    told = (await cluster.client.get("/status")).json()["cluster"]["replicas"]
-    return [sum(level["requests"] for level in one["report"]["load"]["running"]) for one in told]
+    told = await loads(cluster.client)
+    return [sum(level["requests"] for level in load["running"]) for load in told.values()]
 
 
 async def decided(cluster: Cluster, heard: Heard, event: str) -> list[dict[str, Any]]:
@@ -225,5 +226,6 @@ async def test_under_even_load_nothing_is_proposed(tiny_model: ModelFolder, tmp_
         assert len(seen) > 10
         assert seen == seen[:1] * len(seen)
         await all_whole(streams)
+        assert await cluster.metric(CONTINUED) == 0, "neither before nor after"
         began = [d["replica"] for one in streams for d in await decided(cluster, one, "dispatched")]
         assert [began.count(replica.replica_id) for replica in cluster.replicas] == [6, 6]
