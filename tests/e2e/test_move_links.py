@@ -75,6 +75,10 @@ PROFILE = Profile.model_validate(
     {"engine": {"slots": 8, "step_token_budget": 256, "blocks": 256, "max_model_len": 1024, "max_held": 64}}
 )
 STEP_S = 0.01
+MANY_TOKENS = 500
+"""An attempt of so many is still there, on a busy machine too, when all that a test does with it meanwhile is done."""
+IMPATIENT = Profile.model_validate(PROFILE.model_dump() | {"transport": {"move_answer_s": 0.5}})
+"""A move whose target says nothing is off long before its attempt would end."""
 FEW_BLOCKS = 64
 """They fit in a frame, and not in a pool that has so many left of which others hold some."""
 
@@ -250,11 +254,11 @@ async def test_an_attempt_that_moves_there_and_back_says_what_it_would_have_said
 ) -> None:
     async with running(tiny_model, tmp_path) as replicas:
         mover = await Mover.of(replicas, "router-a")
-        mover.add(request("undisturbed"))
+        mover.add(request("undisturbed", MANY_TOKENS))
         await mover.source.hear(lambda: mover.source.handler.ended)
         expected = whole(mover.source.handler.tokens["undisturbed", 1])
-        assert len(expected) == 200
-        mover.add(request("moved"))
+        assert len(expected) == MANY_TOKENS
+        mover.add(request("moved", MANY_TOKENS))
         parts = []
         for attempt in range(1, 9):
             await mover.has(mover.source, "moved", attempt, 15)
@@ -310,11 +314,11 @@ async def test_orders_that_fit_nothing_are_answered_or_ignored_and_the_attempt_g
     async with running(tiny_model, tmp_path) as replicas:
         mover = await Mover.of(replicas, "router-a")
         source, target = mover.source, mover.target
-        mover.add(request("undisturbed"))
+        mover.add(request("undisturbed", MANY_TOKENS))
         await source.hear(lambda: source.handler.ended)
         expected = whole(source.handler.tokens["undisturbed", 1])
         name = RequestId("moved")
-        mover.add(request(name))
+        mover.add(request(name, MANY_TOKENS))
         await mover.has(source, name, 1, 5)
         nobody = msgspec.structs.replace(target.entry, port=1)
         former = msgspec.structs.replace(target.entry, generation=Generation(0, "former"))
@@ -497,12 +501,12 @@ def refusing_blocks(message: MoveBegin | MoveBlocks) -> str | None:
 async def test_a_target_that_is_silent_or_refuses_before_the_freeze_leaves_the_attempt_where_it_is(
     tiny_model: ModelFolder, tmp_path: Path, answer: Callable[[MoveBegin | MoveBlocks], str | None]
 ) -> None:
-    async with running(tiny_model, tmp_path) as replicas:
+    async with running(tiny_model, tmp_path, IMPATIENT) as replicas:
         mover = await Mover.of(replicas, "router-a")
         source = mover.source
-        mover.add(request("undisturbed"))
+        mover.add(request("undisturbed", MANY_TOKENS))
         await source.hear(lambda: source.handler.ended)
-        mover.add(request("stays"))
+        mover.add(request("stays", MANY_TOKENS))
         await mover.has(source, "stays", 1, 5)
         async with PlayedTarget.listening(tiny_model.identity, answer) as (played, entry):
             source.send(Move(RequestId("stays"), 1, 2, entry))
