@@ -70,8 +70,11 @@ class PacedBackend(ArithmeticBackend):
 
 
 class PacedRunner(EngineRunner):
-    def __init__(self, engine: Engine, backend: PacedBackend) -> None:
+    """Its steps follow one another by `step_s` at least."""
+
+    def __init__(self, engine: Engine, backend: PacedBackend, step_s: float) -> None:
         super().__init__(engine, SystemClock())
+        self._step_s = step_s
         self._backend = backend
         self._loop = asyncio.get_running_loop()
 
@@ -79,7 +82,7 @@ class PacedRunner(EngineRunner):
         def hear(result: StepResult) -> None:
             on_result(result)
             if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._backend.next.set)
+                self._loop.call_soon_threadsafe(self._loop.call_later, self._step_s, self._backend.next.set)
 
         super().start(hear, on_death)
 
@@ -302,14 +305,14 @@ class World:
         self.acceptors: list[Acceptor] = []
 
     async def replica(
-        self, name: str, *, kv_format: str = "arithmetic", model: str = MODEL, **changes: object
+        self, name: str, *, kv_format: str = "arithmetic", model: str = MODEL, step_s: float = 0.0, **changes: object
     ) -> Replica:
         """One that a test can stop between two steps."""
         values = {"blocks": 512, "max_model_len": MAX_MODEL_LEN, "step_token_budget": 64, "max_held": 64, **changes}
         settings = config(**values)
         backend = PacedBackend(settings.blocks, settings.block_size_tokens, kv_format)
         engine = Engine(settings, backend, byte_level_codec(), (EOS,))
-        replica = await self.serve(name, engine, PacedRunner(engine, backend), model)
+        replica = await self.serve(name, engine, PacedRunner(engine, backend, step_s), model)
         replica.steps, replica.held = backend.open, backend.held
         return replica
 

@@ -235,8 +235,10 @@ class Played:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def begin(self, *, tokens: int = 300, prompt: int = 100, max_frame_bytes: int = 2**24) -> Played:
-        self.source = await self.world.replica("a")
+    async def begin(
+        self, *, tokens: int = 300, prompt: int = 100, step_s: float = 0.0, max_frame_bytes: int = 2**24
+    ) -> Played:
+        self.source = await self.world.replica("a", step_s=step_s)
         self.router = await self.world.router(self.source)
         self.entry, self.wires = await self.world.played_target(max_frame_bytes)
         self.r = await self.router.runs(asked("x", prompt=prompt, tokens=tokens), self.source)
@@ -309,7 +311,7 @@ async def test_a_move_that_is_called_off_or_cut_leaves_the_attempt_as_it_was(mak
 
 @pytest.mark.parametrize("when", ["the beginning", "the blocks"])
 async def test_it_stays_where_the_target_does_not_answer_in_time(make: Make, when: str) -> None:
-    p = await Played(make(**QUICK)).begin(tokens=900)
+    p = await Played(make(**QUICK)).begin(tokens=900, step_s=0.005)  # it outlasts that by far
     if when == "the blocks":
         p.answer()
         await p.wire.hears()
