@@ -808,7 +808,7 @@ async def test_a_pause_spans_two_steps_of_the_target_at_most_however_late_the_gr
 )
 async def test_what_has_run_ahead_and_is_not_granted_is_ended_and_nothing_of_it_told(make: Make, how: str) -> None:
     world = make(move_expiry_s=0.2) if how == "nobody grants it" else make()
-    target = await world.replica("b")
+    target = await world.replica("b", step_s=0.003)  # time for a word to it
     router, wire = await world.router(target), await world.peer(target)
     r = cut(asked("x", tokens=900), 9)
     await bring(wire, r)
