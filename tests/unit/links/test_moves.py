@@ -398,7 +398,7 @@ async def test_a_frozen_attempt_that_nobody_releases_goes_on_by_itself(make: Mak
 
 
 async def test_a_release_after_it_has_gone_on_by_itself_ends_it_all_the_same(make: Make) -> None:
-    p = await Played(make(move_expiry_s=0.2)).begin(tokens=900)
+    p = await Played(make(move_expiry_s=0.2)).begin(tokens=900, step_s=0.003)
     await p.freeze()
     await p.router.ears.off("x")
     p.router.links["a"].release(p.r.request_id, 0)
@@ -895,7 +895,7 @@ async def test_it_is_not_begun_ahead_where_it_may_not_be_granted(make: Make, why
 
 async def test_beside_what_has_begun_ahead_no_suspect_is_tried_alone(make: Make) -> None:
     world = make()
-    target = await world.replica("b")
+    target = await world.replica("b", step_s=0.003)
     router, wire = await world.router(target), await world.peer(target)
     await bring(wire, r := cut(asked("x", tokens=900), 9))
     await made_ahead(target)
@@ -977,7 +977,7 @@ async def test_a_state_that_can_never_run_ends_with_an_error_to_its_router(make:
 
 async def test_a_source_that_does_not_wait_for_answers_loses_its_link(make: Make) -> None:
     world = make()
-    target = await world.replica("b")
+    target = await world.replica("b", step_s=0.003)
     router, wire = await world.router(target), await world.peer(target)
     await router.runs(asked("busy", tokens=900), target)
     target.steps.clear()
